@@ -24,7 +24,8 @@ class GgufVocabulary:
     """The `tokenizer.ggml.*` keys of a GGUF file.
 
     `model_kind` is the published word in lower case ("gpt2", "llama", ...); `kind` is the behaviour it stands for:
-    "bpe" (byte-level merges) or "unigram" (scored pieces with byte fallback, a leading-space marker in front).
+    "bpe" (byte-level, explicit merges) or "spm" (scored pieces: the adjacent pair whose joined piece has the highest
+    score merges first, leftmost on ties; U+2581 for a space, byte pieces `<0xNN>` as fallback).
     `pre_tokenizer` is the published pre-tokenizer name, None where the file has none; its rule is
     `fuel_core.checkpoint.published.pre_tokenizer(name)`.
 
@@ -33,13 +34,13 @@ class GgufVocabulary:
     where the file has none. `scores[i]` is a log probability or rank; empty where the file has none. `merges` are
     "left right" strings in rank order.
 
-    `add_bos` is `tokenizer.ggml.add_bos_token`, or its default: True for "unigram", False for "bpe" (and a
-    beginning-of-sequence id must exist as well before one is added). `add_eos` is False unless the file says so.
-    `add_space_prefix` is True unless the file says otherwise; it means something for "unigram" only.
+    `add_bos` is `tokenizer.ggml.add_bos_token`, or its default: True for "spm", False for "bpe" unless the
+    pre-tokenizer rule says otherwise (and a beginning-of-sequence id must exist as well before one is added). `add_eos` is False unless the file says so.
+    `add_space_prefix` is True unless the file says otherwise; it means something for "spm" only.
     """
 
     model_kind: str
-    kind: Literal["bpe", "unigram"]
+    kind: Literal["bpe", "spm"]
     pre_tokenizer: str | None
     tokens: tuple[str, ...]
     token_types: tuple[int, ...] = ()
