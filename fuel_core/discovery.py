@@ -1,0 +1,514 @@
+"""Finds the installed family plugins and imports the one a checkpoint needs.
+
+Knows packages and entry points; it never sees weights, plans or text, and importing it imports no plugin. Which
+package serves a checkpoint, and whether it fits this core, is decided from metadata alone; only then is one module
+imported, inside a guard, so that a broken plugin is a status record and not the end of the program.
+
+Three entry-point groups are read:
+
+    fuel_core.families.vN          family name -> plugin module; N is the family API it is written for
+    fuel_core.model_types          config.json model_type -> plugin module
+    fuel_core.gguf_architectures   GGUF general.architecture -> plugin module
+
+Two environment variables matter, read at every call: `FUEL_FAMILIES` (comma-separated families that may load; empty:
+none) and `FUEL_PREFER` (comma-separated NAME=DISTRIBUTION, for a name that two distributions claim).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import importlib_metadata
+import pluggy
+
+from fuel_core.errors import FamilyBrokenError, FamilyConflictError, FamilyNotFoundError
+from fuel_core.families import FAMILY_API, HOOK_NAMESPACE, Family, FamilyHooks
+
+__all__ = [
+    "Discovery",
+    "FamilyRecord",
+    "FamilyWarning",
+    "Status",
+    "families",
+    "family_for",
+]
+
+_OUR_GROUPS = "fuel_core."
+_FAMILY_GROUP = re.compile(r"fuel_core\.families(?:\.(.*))?\Z")
+_API_NUMBER = re.compile(r"v([0-9]+)\Z")
+_MODEL_TYPES = "fuel_core.model_types"
+_GGUF_ARCHITECTURES = "fuel_core.gguf_architectures"
+
+
+class FamilyWarning(UserWarning):
+    """A family plugin was skipped; the message names distribution, version and error."""
+
+
+class Status(StrEnum):
+    """Where a family plugin stands."""
+
+    OK = "ok"
+    NOT_LOADED = "not loaded"
+    DISABLED = "disabled"
+    BROKEN = "broken"
+    INCOMPATIBLE = "incompatible"
+    DUPLICATE = "duplicate"
+    NOT_FOUND = "not found"
+
+
+@dataclass(frozen=True)
+class FamilyRecord:
+    """One family as one distribution publishes it.
+
+    `name` is the family, `distribution` and `version` the package, `module` the entry-point value that this core would
+    import (None where it fits none), `api` the family-API numbers it is published for. `detail` says in one line why
+    the status is what it is; `traceback` is the text of a failed import. `family` is set once loaded.
+    """
+
+    name: str
+    status: Status
+    distribution: str = ""
+    version: str = ""
+    module: str | None = None
+    api: tuple[int, ...] = ()
+    model_types: tuple[str, ...] = ()
+    gguf_architectures: tuple[str, ...] = ()
+    detail: str = ""
+    traceback: str | None = None
+    family: Family | None = None
+
+    @property
+    def package(self) -> str:
+        """`distribution version`, for messages."""
+        return f"{self.distribution} {self.version}".strip()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON-ready values; the loaded object itself is left out."""
+        return {
+            "family": self.name,
+            "status": str(self.status),
+            "distribution": self.distribution,
+            "version": self.version,
+            "module": self.module,
+            "api": list(self.api),
+            "model_types": list(self.model_types),
+            "gguf_architectures": list(self.gguf_architectures),
+            "detail": self.detail,
+            "traceback": self.traceback,
+        }
+
+
+class ServedCheckpoint(Protocol):
+    """The part of a checkpoint that decides which family serves it."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def model_type(self) -> str | None: ...
+    @property
+    def gguf_architecture(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Outcome of importing one plugin module, kept for the life of the process."""
+
+    families: Mapping[str, Family]
+    error: str = ""
+    traceback: str | None = None
+
+
+class Discovery:
+    """The plugins visible on `sys.path`, and those imported so far.
+
+    Metadata is read anew at every call, so a record is never older than the environment; an import happens at most
+    once per distribution and module. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._loaded: dict[tuple[str, str, str], _Loaded] = {}
+        self._manager = pluggy.PluginManager(HOOK_NAMESPACE)
+        self._manager.add_hookspecs(FamilyHooks)
+
+    def records(self) -> list[FamilyRecord]:
+        """Every family that installed distributions publish, by family and distribution. Imports none of them."""
+        records = [self._with_outcome(record) for record in _scan()]
+        allowed = _allowed_names()
+        if allowed is not None:
+            for index, record in enumerate(records):
+                if record.name not in allowed:
+                    detail = f"not named in FUEL_FAMILIES={os.environ['FUEL_FAMILIES']!r}"
+                    records[index] = replace(record, status=Status.DISABLED, detail=detail)
+            present = {record.name for record in records}
+            for name in sorted(allowed - present):
+                detail = "named in FUEL_FAMILIES, but no installed distribution publishes it"
+                records.append(FamilyRecord(name, Status.NOT_FOUND, detail=detail))
+        return sorted(_mark_duplicates(records), key=lambda r: (r.name, r.distribution))
+
+    def family_for(self, checkpoint: ServedCheckpoint, prefer: str | None = None) -> Family:
+        """The family that serves `checkpoint`, imported if it was not yet.
+
+        `prefer` names a distribution or a family and decides where several claim the same name; it cannot make a
+        family serve a model_type it does not claim.
+
+        Raises FamilyNotFoundError (nobody claims it, or `prefer` matches nothing), FamilyConflictError (several do and
+        nothing chooses), FamilyBrokenError (the one that should serve it is incompatible or does not import).
+        """
+        if checkpoint.format == "gguf":
+            what, word = "GGUF architecture", checkpoint.gguf_architecture
+        else:
+            what, word = "model_type", checkpoint.model_type
+        records = self.records()
+        if not word:
+            raise FamilyNotFoundError(
+                f"The checkpoint states no {what}, so no family can be chosen (installed: {_installed(records)})"
+            )
+        claims = [r for r in records if word in (r.gguf_architectures if what[0] == "G" else r.model_types)]
+        record = _choose(what, word, claims, records, prefer)
+        loaded = self._load(record)
+        if loaded.error:
+            raise FamilyBrokenError(
+                f"{record.package} should serve {what} {word!r}, but {loaded.error}; "
+                f"`fuel families --load` shows the traceback"
+            )
+        family = loaded.families.get(record.name)
+        served = () if family is None else family.gguf_architectures if what[0] == "G" else family.model_types
+        if family is None or word not in served:
+            raise FamilyBrokenError(
+                f"{record.package} publishes {what} {word!r} for family {record.name!r}, but the Family it registers "
+                f"serves {', '.join(served) or 'nothing'}: its metadata and its code disagree"
+            )
+        return family
+
+    def load_all(self, *, strict: bool = False) -> list[FamilyRecord]:
+        """Import every plugin that may load and return all records.
+
+        A plugin that fails is skipped with one FamilyWarning; with `strict` the first failure raises FamilyBrokenError.
+        """
+        for record in self.records():
+            if record.status is not Status.NOT_LOADED:
+                continue
+            loaded = self._load(record)
+            if loaded.error:
+                message = f"family plugin {record.package} was skipped: {loaded.error}"
+                if strict:
+                    raise FamilyBrokenError(message)
+                warnings.warn(message, FamilyWarning, stacklevel=2)
+        return self.records()
+
+    def _with_outcome(self, record: FamilyRecord) -> FamilyRecord:
+        loaded = self._loaded.get(_load_key(record))
+        if loaded is None or record.status is not Status.NOT_LOADED:
+            return record
+        if loaded.error:
+            return replace(record, status=Status.BROKEN, detail=loaded.error, traceback=loaded.traceback)
+        family = loaded.families.get(record.name)
+        if family is None:
+            detail = f"{record.module} registers {', '.join(loaded.families)}, not {record.name!r} as its metadata says"
+            return replace(record, status=Status.BROKEN, detail=detail)
+        return replace(record, status=Status.OK, detail="", family=family)
+
+    def _load(self, record: FamilyRecord) -> _Loaded:
+        key = _load_key(record)
+        with self._lock:
+            if key not in self._loaded:
+                self._loaded[key] = self._import(record)
+            return self._loaded[key]
+
+    def _import(self, record: FamilyRecord) -> _Loaded:
+        """Import, register and call one plugin; leave nothing of it behind if any of the three fails."""
+        assert record.module is not None
+        entry = importlib_metadata.EntryPoint(name=record.name, value=record.module, group="fuel_core.families")
+        before = set(sys.modules)
+        plugin: object | None = None
+        try:
+            module = importlib.import_module(entry.module)
+            plugin = module
+            for attribute in entry.attr.split(".") if entry.attr else ():
+                plugin = getattr(plugin, attribute)
+            found = self._register(plugin, f"{record.distribution}:{record.module}")
+        except (Exception, SystemExit) as error:
+            self._roll_back(plugin, entry.module, before)
+            cause = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
+            return _Loaded({}, f"{record.module} failed with {cause}", "".join(traceback.format_exception(error)))
+        except BaseException:
+            # An interrupt is the user's, not the plugin's: undo, and let it through.
+            self._roll_back(plugin, entry.module, before)
+            raise
+        return _Loaded(MappingProxyType(found))
+
+    def _register(self, plugin: object, name: str) -> dict[str, Family]:
+        self._manager.register(plugin, name=name)
+        # register() compares arguments with the specification; this finds hooks that have none (a misspelt name).
+        self._manager.check_pending()
+        found: dict[str, Family] = {}
+
+        def register(family: Family) -> None:
+            if not isinstance(family, Family):
+                raise FamilyBrokenError(f"register() takes a fuel_core.Family, found {type(family).__name__}")
+            if family.name in found:
+                raise FamilyBrokenError(f"family {family.name!r} is registered twice")
+            found[family.name] = family
+
+        others = [other for other in self._manager.get_plugins() if other is not plugin]
+        self._manager.subset_hook_caller("register_families", remove_plugins=others)(register=register)
+        if not found:
+            raise FamilyBrokenError(
+                "it registers no family: expected a @hookimpl register_families(register) that calls register"
+            )
+        return found
+
+    def _roll_back(self, plugin: object | None, module: str, before: set[str]) -> None:
+        if plugin is not None and self._manager.is_registered(plugin):
+            self._manager.unregister(plugin)
+        # Only the plugin's own half-imported modules go; what it imported from elsewhere may already be in use.
+        package = module.partition(".")[0]
+        for name in set(sys.modules) - before:
+            if name == package or name.startswith(package + "."):
+                del sys.modules[name]
+
+
+_process_wide = Discovery()
+
+
+def family_for(checkpoint: ServedCheckpoint, prefer: str | None = None) -> Family:
+    """`Discovery.family_for` on the process-wide instance."""
+    return _process_wide.family_for(checkpoint, prefer)
+
+
+def families(*, load: bool = False) -> list[FamilyRecord]:
+    """Records of every installed family; with `load`, after importing each of them (failures stay records)."""
+    if not load:
+        return _process_wide.records()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FamilyWarning)
+        return _process_wide.load_all()
+
+
+def _load_key(record: FamilyRecord) -> tuple[str, str, str]:
+    return record.distribution, record.version, record.module or ""
+
+
+def _canonical(name: str) -> str:
+    """A distribution name as package indexes compare them."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _allowed_names() -> set[str] | None:
+    value = os.environ.get("FUEL_FAMILIES")
+    if value is None:
+        return None
+    return {name.strip() for name in value.split(",") if name.strip()}
+
+
+def _preferences() -> dict[str, str]:
+    """`FUEL_PREFER` as contested name -> distribution; raises FamilyConflictError where it cannot be read."""
+    chosen: dict[str, str] = {}
+    for part in os.environ.get("FUEL_PREFER", "").split(","):
+        if not part.strip():
+            continue
+        name, equals, distribution = part.partition("=")
+        if not equals or not name.strip() or not distribution.strip():
+            raise FamilyConflictError(f"FUEL_PREFER: expected NAME=DISTRIBUTION, found {part.strip()!r}")
+        chosen[name.strip()] = distribution.strip()
+    return chosen
+
+
+def _distributions() -> Iterator[importlib_metadata.Distribution]:
+    """Distributions that publish something of ours, each name once.
+
+    Where a name is installed twice, the first on `sys.path` counts: its modules are the ones that would be imported.
+    """
+    found: dict[str, importlib_metadata.Distribution] = {}
+    for distribution in importlib_metadata.distributions():
+        try:
+            # Parsing every METADATA would dominate the listing; the raw text rules nearly all of them out.
+            if _OUR_GROUPS in (distribution.read_text("entry_points.txt") or ""):
+                found.setdefault(_canonical(distribution.metadata["Name"]), distribution)
+        except Exception:  # not a package that can be named, so not one that can be reported
+            continue
+    for name, distribution in found.items():
+        try:
+            yield importlib_metadata.distribution(name)
+        except importlib_metadata.PackageNotFoundError:  # its folder is not named after it
+            yield distribution
+
+
+def _scan() -> list[FamilyRecord]:
+    records: list[FamilyRecord] = []
+    for distribution in _distributions():
+        try:
+            records += _records_of(distribution)
+        except Exception as error:
+            # Unreadable entry points of one package must not hide the others.
+            detail = f"its entry points cannot be read: {type(error).__name__}: {error}"
+            name = distribution.metadata["Name"]
+            records.append(FamilyRecord(name, Status.INCOMPATIBLE, name, distribution.version or "", detail=detail))
+    return records
+
+
+def _records_of(distribution: importlib_metadata.Distribution) -> list[FamilyRecord]:
+    modules: dict[str, dict[int, str]] = {}  # family -> API number -> module
+    unreadable: dict[str, str] = {}  # family -> group whose last part is no number
+    claims: dict[str, list[tuple[str, str]]] = {_MODEL_TYPES: [], _GGUF_ARCHITECTURES: []}
+    for entry in distribution.entry_points:
+        group = _FAMILY_GROUP.match(entry.group)
+        if group:
+            number = _API_NUMBER.match(group[1] or "")
+            if number:
+                modules.setdefault(entry.name, {})[int(number[1])] = entry.value
+            else:
+                unreadable[entry.name] = entry.group
+        elif entry.group in claims:
+            claims[entry.group].append((entry.name, entry.value))
+    records = []
+    name, version = distribution.metadata["Name"], distribution.version
+    for family in sorted(modules.keys() | unreadable.keys()):
+        published = modules.get(family, {})
+        own = set(published.values())
+        status, detail = Status.NOT_LOADED, ""
+        if FAMILY_API not in published:
+            status = Status.INCOMPATIBLE
+            numbers = ", ".join(str(api) for api in sorted(published))
+            wrote = f"family API {numbers}" if numbers else f"no numbered family API (group {unreadable[family]!r})"
+            detail = (
+                f"written for {wrote}, this core has {FAMILY_API}: "
+                f"install a {name} for API {FAMILY_API} or another fuel-core"
+            )
+        records.append(
+            FamilyRecord(
+                family,
+                status,
+                name,
+                version,
+                published.get(FAMILY_API),
+                tuple(sorted(published)),
+                tuple(sorted(word for word, module in claims[_MODEL_TYPES] if module in own)),
+                tuple(sorted(word for word, module in claims[_GGUF_ARCHITECTURES] if module in own)),
+                detail,
+            )
+        )
+    known = {module for published in modules.values() for module in published.values()}
+    for module in sorted({m for words in claims.values() for _, m in words} - known):
+        # Claims without a family: the package forgot its fuel_core.families.vN entry, or misspelt the module.
+        records.append(
+            FamilyRecord(
+                module,
+                Status.INCOMPATIBLE,
+                name,
+                version,
+                None,
+                (),
+                tuple(sorted(word for word, m in claims[_MODEL_TYPES] if m == module)),
+                tuple(sorted(word for word, m in claims[_GGUF_ARCHITECTURES] if m == module)),
+                f"claims names for module {module!r}, which no fuel_core.families.v{FAMILY_API} entry point names",
+            )
+        )
+    return records
+
+
+def _usable(record: FamilyRecord) -> bool:
+    return record.status not in (Status.DISABLED, Status.INCOMPATIBLE, Status.NOT_FOUND)
+
+
+def _mark_duplicates(records: list[FamilyRecord]) -> list[FamilyRecord]:
+    """Mark a family that two usable distributions publish, and note model types that two of them claim.
+
+    FUEL_PREFER settles a family name for the distribution it names; the other stays a duplicate.
+    """
+    try:
+        preferences = _preferences()
+    except FamilyConflictError:
+        preferences = {}  # the listing must not fail over a misspelt setting; choosing a family does
+    marked = []
+    for record in records:
+        others = [r for r in records if _usable(r) and r.distribution != record.distribution]
+        same = [r for r in others if r.name == record.name]
+        shared = {
+            word: rival
+            for rival in others
+            for word in (*record.model_types, *record.gguf_architectures)
+            if word in (*rival.model_types, *rival.gguf_architectures)
+        }
+        if not _usable(record):
+            pass
+        elif same and _canonical(preferences.get(record.name, "")) != _canonical(record.distribution):
+            detail = f"family {record.name!r} is also in {', '.join(r.package for r in same)}"
+            record = replace(record, status=Status.DUPLICATE, detail=detail)
+        elif shared and not record.detail:
+            words = ", ".join(f"{word!r} ({rival.package})" for word, rival in sorted(shared.items()))
+            record = replace(record, detail=f"also claimed by another distribution: {words}")
+        marked.append(record)
+    return marked
+
+
+def _installed(records: Iterable[FamilyRecord]) -> str:
+    """The usable families with the names each serves, for messages."""
+    served = []
+    for record in records:
+        if _usable(record):
+            words = sorted({*record.model_types, *record.gguf_architectures})
+            served.append(f"{record.name} ({record.package}) for {', '.join(words) or 'nothing'}")
+    return "; ".join(served) or "none"
+
+
+def _choose(
+    what: str, word: str, claims: list[FamilyRecord], records: list[FamilyRecord], prefer: str | None
+) -> FamilyRecord:
+    usable = [r for r in claims if _usable(r)]
+    if prefer is not None:
+        named = [r for r in usable if prefer == r.name or _canonical(prefer) == _canonical(r.distribution)]
+        if not named:
+            raise FamilyNotFoundError(
+                f"family={prefer!r} names no installed family or distribution that handles {what} {word!r} "
+                f"(installed: {_installed(records)})"
+            )
+        usable = named
+    if not usable:
+        _refuse(what, word, claims, records)
+    if len(usable) > 1:
+        preferences = _preferences()
+        chosen = preferences.get(word) or preferences.get(usable[0].name)
+        picked = [r for r in usable if chosen is not None and _canonical(chosen) == _canonical(r.distribution)]
+        if len(picked) != 1:
+            one = usable[0].distribution
+            raise FamilyConflictError(
+                f"{what} {word!r} is claimed by {' and by '.join(r.package for r in usable)}; choose one with "
+                f"load(family={one!r}), --family {one} or FUEL_PREFER='{word}={one}', or uninstall the other"
+            )
+        usable = picked
+    (record,) = usable
+    twins = [r for r in records if _usable(r) and r.module == record.module and r.distribution != record.distribution]
+    if twins:
+        # Import finds whichever lies first on sys.path: the choice could not be kept.
+        raise FamilyConflictError(
+            f"{record.package} and {twins[0].package} both install the module {record.module!r}, so choosing between "
+            f"them has no effect; uninstall one"
+        )
+    return record
+
+
+def _refuse(what: str, word: str, claims: list[FamilyRecord], records: list[FamilyRecord]) -> None:
+    for record in claims:
+        if record.status is Status.INCOMPATIBLE:
+            raise FamilyBrokenError(f"{record.package} handles {what} {word!r}, but cannot serve it: {record.detail}")
+        if record.status is Status.DISABLED:
+            raise FamilyNotFoundError(
+                f"{record.package} handles {what} {word!r}, but family {record.name!r} is {record.detail}; add it there"
+            )
+    raise FamilyNotFoundError(
+        f"No installed family handles {what} {word!r} (installed: {_installed(records)}). "
+        f"Families are separate packages: see docs/families.md"
+    )
