@@ -256,18 +256,18 @@ class RopeVariant:
     @classmethod
     def default(cls, width: int, theta: float) -> Self:
         """Return the unscaled frequencies theta ** (-2i / width), i < width/2 (RoFormer, arXiv:2104.09864)."""
-        return cls(_base_frequencies(width, theta))
+        return cls(_base_frequencies(width, theta).tolist())
 
     @classmethod
     def linear(cls, width: int, theta: float, factor: float) -> Self:
         """Return the frequencies divided by `factor`, which is the position divided by it (arXiv:2306.15595)."""
         divisor = _positive(factor, "RoPE: factor")
-        return cls(_base_frequencies(width, theta) / divisor)
+        return cls((_base_frequencies(width, theta) / divisor).tolist())
 
     @classmethod
     def divided(cls, width: int, theta: float, divisors: Sequence[float]) -> Self:
         """Return the frequencies divided one by one: `divisors` holds width/2 numbers, as a GGUF `rope_freqs` does."""
-        return cls(_divide(_base_frequencies(width, theta), divisors))
+        return cls(_divide(_base_frequencies(width, theta), divisors).tolist())
 
     @classmethod
     def banded(
@@ -295,7 +295,7 @@ class RopeVariant:
         inv_freq = _base_frequencies(width, theta)
         turns = original * inv_freq / (2.0 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        return cls(kept * inv_freq + (1.0 - kept) * inv_freq / divisor)
+        return cls((kept * inv_freq + (1.0 - kept) * inv_freq / divisor).tolist())
 
     @classmethod
     def yarn(
@@ -351,7 +351,7 @@ class RopeVariant:
             )
         else:
             scale = magnitude(1.0)
-        return cls(inv_freq / divisor * divided + inv_freq * (1.0 - divided), scale)
+        return cls((inv_freq / divisor * divided + inv_freq * (1.0 - divided)).tolist(), scale)
 
     @classmethod
     def from_parameters(cls, width: int, params: object) -> Self:
@@ -366,15 +366,15 @@ class RopeVariant:
         Raises ConfigError for any other kind, and for a parameter that the kind needs and `params` lacks.
         """
         kind = getattr(params, "kind", None)
-        make = _KINDS.get(kind) if isinstance(kind, str) else None
-        if make is None:
+        if not isinstance(kind, str) or kind not in _KINDS:
             raise ConfigError(f"RoPE kind {kind!r} is not implemented; known kinds: {', '.join(sorted(_KINDS))}")
         divisors = getattr(params, "frequency_divisors", None)
         if divisors is not None and kind not in ("default", "linear"):
             raise ConfigError(f"RoPE kind {kind!r} computes its own frequencies and takes no frequency_divisors")
-        made = make(_Parameters(kind, params), width)
-        frequencies = made.inv_freq if divisors is None else _divide(np.array(made.inv_freq), divisors)
-        return cls(frequencies, made.scale)
+        made = _KINDS[kind](_Parameters(kind, params), width)
+        if divisors is None:
+            return cls(made.inv_freq, made.scale)
+        return cls(_divide(np.array(made.inv_freq), divisors).tolist(), made.scale)
 
 
 class _Parameters:
@@ -439,7 +439,7 @@ def _base_frequencies(width: int, theta: float) -> _F64:
     if width % 2:
         raise ConfigError(f"RoPE: width must be even, features turn in pairs, got {width}")
     base = _positive(theta, "RoPE: theta")
-    frequencies: _F64 = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    frequencies: _F64 = np.power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
     return frequencies
 
 
@@ -449,7 +449,10 @@ def _divide(inv_freq: _F64, divisors: Sequence[float]) -> _F64:
             f"RoPE: frequency divisors must be one per rotated pair, {len(inv_freq)} for width {2 * len(inv_freq)}, "
             f"got {len(divisors)}"
         )
-    return inv_freq / np.array([_positive(d, f"RoPE: frequency_divisors[{i}]") for i, d in enumerate(divisors)])
+    quotients: _F64 = inv_freq / np.array(
+        [_positive(d, f"RoPE: frequency_divisors[{i}]") for i, d in enumerate(divisors)]
+    )
+    return quotients
 
 
 @dataclass(frozen=True, init=False)
@@ -555,16 +558,15 @@ class RopePlan:
         mix_component(hasher, self.structure())
 
     @cached_property
-    def _columns(self) -> tuple[_F64, _F64]:
-        """The frequency and the scale of every table column, [V, 1, R] each; both 0 beyond a variant's own width.
+    def _halves(self) -> tuple[_F64, _F64]:
+        """The frequencies of every variant, [V, 1, width/2] filled up with zeros, and the scales, [V, 1, 1].
 
         Not a field: it follows from the variants, so equality, hash and repr leave it alone.
         """
-        frequencies = np.zeros((self.n_variants, 1, self.width))
-        scales = np.zeros((self.n_variants, 1, self.width))
+        frequencies = np.zeros((self.n_variants, 1, self.width // 2))
         for index, variant in enumerate(self.variants):
-            frequencies[index, 0, : variant.width] = variant.inv_freq + variant.inv_freq
-            scales[index, 0, : variant.width] = variant.scale
+            frequencies[index, 0, : len(variant.inv_freq)] = variant.inv_freq
+        scales = np.array([variant.scale for variant in self.variants])[:, None, None]
         frequencies.flags.writeable = False
         scales.flags.writeable = False
         return frequencies, scales
@@ -581,10 +583,13 @@ def build_rope_tables(plan: RopePlan, start: int, seq: int) -> tuple[_F32, _F32]
     Raises DecodeError for a step without tokens or a negative position.
     """
     _step_range(start, seq)
-    frequencies_V1R, scales_V1R = plan._columns
-    angles_VTR = np.arange(start, start + seq, dtype=np.float64)[:, None] * frequencies_V1R
-    cos_VTR = np.empty(angles_VTR.shape, dtype=np.float32)
-    sin_VTR = np.empty(angles_VTR.shape, dtype=np.float32)
-    np.multiply(np.cos(angles_VTR), scales_V1R, out=cos_VTR, casting="same_kind")
-    np.multiply(np.sin(angles_VTR), scales_V1R, out=sin_VTR, casting="same_kind")
+    frequencies, scales = plan._halves
+    angles = np.arange(start, start + seq, dtype=np.float64)[:, None] * frequencies  # [V, T, R/2]
+    cos_half, sin_half = np.cos(angles) * scales, np.sin(angles) * scales
+    cos_VTR = np.zeros((plan.n_variants, seq, plan.width), dtype=np.float32)
+    sin_VTR = np.zeros_like(cos_VTR)
+    for table, half in ((cos_VTR, cos_half), (sin_VTR, sin_half)):
+        for index, variant in enumerate(plan.variants):
+            pairs = len(variant.inv_freq)
+            table[index, :, :pairs] = table[index, :, pairs : 2 * pairs] = half[index, :, :pairs]
     return cos_VTR, sin_VTR
