@@ -280,6 +280,27 @@ def test_distribution_found_twice_on_the_path_is_one(site: Site, tmp_path: Path)
         sys.path.remove(str(tmp_path / "second"))
 
 
+def test_distribution_shadowed_by_one_without_plugins_publishes_nothing(site: Site, tmp_path: Path) -> None:
+    # The first on the path is what an import would find, also where only the second has entry points.
+    site.install("fuel-zebra", "1.2", family="zebra", groups={})
+    site.install("fuel-zebra", "1.1", family="zebra", folder=tmp_path / "second")
+    sys.path.append(str(tmp_path / "second"))
+    try:
+        assert "zebra" not in {r.name for r in Discovery().records()}
+    finally:
+        sys.path.remove(str(tmp_path / "second"))
+
+
+def test_loading_one_plugin_does_not_call_the_hook_of_another(site: Site) -> None:
+    site.install("fuel-zebra", family="zebra")
+    site.install("acme-zebra", family="zebra")
+    discovery = Discovery()
+    first = discovery.family_for(Asked("zebra"), "fuel-zebra")
+    second = discovery.family_for(Asked("zebra"), "acme-zebra")
+    assert first is not second
+    assert discovery.family_for(Asked("zebra"), "fuel-zebra") is first
+
+
 @pytest.mark.parametrize(
     ("group", "found"),
     [
