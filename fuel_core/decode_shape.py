@@ -41,6 +41,8 @@ __all__ = [
 Component: TypeAlias = bool | int | float | str | tuple["Component", ...] | None
 """What a key may be made of: plain immutable values whose bytes are the same in every process."""
 
+_PLAIN = (bool, int, float, str)
+
 FNV1A_64_BASIS = 0xCBF29CE484222325
 FNV1A_64_PRIME = 0x100000001B3
 _U64_MAX = 2**64 - 1
@@ -275,7 +277,7 @@ def _canonical(value: object, where: str) -> Component:
     if isinstance(value, enum.Enum):
         # Before the plain types: an IntEnum is an int, and its number may be shared with another enum's.
         return (type(value).__qualname__, value.name if value.name is not None else _plain(value.value, where))
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in _PLAIN:
         return _plain(value, where)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if not type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
@@ -300,13 +302,14 @@ def _canonical(value: object, where: str) -> Component:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview)):
         return tuple(_canonical(item, f"{where}[{i}]") for i, item in enumerate(value))
     if any(base.__module__ == "numpy" and base.__name__ == "generic" for base in type(value).__mro__):
-        return _plain(value.item(), where)  # type: ignore[attr-defined]
+        number = value.item()  # type: ignore[attr-defined]
+        return _plain(number if type(number) in _PLAIN else value, where)
     return _plain(value, where)
 
 
 def _plain(value: object, where: str) -> Component:
     kind = type(value)
-    if value is None or (isinstance(value, (bool, int, float, str)) and kind in (bool, int, float, str)):
+    if value is None or (isinstance(value, _PLAIN) and kind in _PLAIN):
         return value
     raise TypeError(
         f"{where} is a {kind.__module__}.{kind.__qualname__}, which has no value to put into a key; "
