@@ -1,0 +1,131 @@
+"""Renders the chat template of a checkpoint. The template is untrusted text: it runs in a sandbox.
+
+Knows strings only; which of the tokens in a rendered text are special is the tokenizer's business.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fuel_core.errors import ChatTemplateError
+
+__all__ = ["ChatTemplate", "Message"]
+
+Message = Mapping[str, Any]
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks training targets; rendering passes its body through."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2 reads a class attribute)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML and sorts keys; templates were written for plain JSON.
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+class ChatTemplate:
+    """A compiled chat template (Jinja, in `ImmutableSandboxedEnvironment`).
+
+    `special_tokens` (for example `{"bos_token": "<s>"}`) are available to the template by these names.
+
+    Raises ChatTemplateError when `source` is not a valid template.
+    """
+
+    def __init__(self, source: str, *, special_tokens: Mapping[str, str] | None = None, origin: str = "") -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        self._where = f"{origin}: " if origin else ""
+        try:
+            self._template = _environment().from_string(source)
+        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+            raise ChatTemplateError(
+                f"{self._where}chat template does not parse: {_one_line(error)}; use generate instead of chat"
+            ) from error
+
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any) -> str:
+        """The conversation as the text the model was trained on.
+
+        `messages` are mappings with `role` and `content`. `add_generation_prompt` appends the start of the assistant's
+        turn. `kwargs` (`tools=`, `enable_thinking=`, ...) are passed to the template.
+
+        Raises ChatTemplateError when messages are malformed, when the template refuses them, or when it does anything
+        that the sandbox forbids.
+        """
+        check_messages(messages)
+        variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        try:
+            return self._template.render(
+                messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **variables
+            )
+        except jinja2.exceptions.SecurityError as error:
+            raise ChatTemplateError(
+                f"{self._where}chat template refused: it uses what the sandbox forbids ({_one_line(error)}); "
+                "do not use this checkpoint's template"
+            ) from error
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(
+                f"{self._where}chat template refused the messages: {_one_line(error)}; "
+                f"found roles {[str(m.get('role')) for m in messages]}"
+            ) from error
+        except Exception as error:
+            # A template can raise anything its expressions can: TypeError, ZeroDivisionError, RecursionError ...
+            raise ChatTemplateError(
+                f"{self._where}chat template failed: {type(error).__name__}: {_one_line(error)}; "
+                f"found roles {[str(m.get('role')) for m in messages]}"
+            ) from error
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise ChatTemplateError unless `messages` is a non-empty sequence of mappings that each name a role."""
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
+        found = "an empty list" if isinstance(messages, Sequence) and not messages else type(messages).__name__
+        raise ChatTemplateError(
+            f"chat messages must be a list of at least one {{'role': ..., 'content': ...}}, found {found}"
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ChatTemplateError(
+                f"chat message {index} must be a mapping with a 'role' text and a 'content', found {message!r:.80}"
+            )
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return text[:200] or type(error).__name__
