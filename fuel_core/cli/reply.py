@@ -1,0 +1,88 @@
+"""What `generate` and `chat` share: print a reply as it comes, then what it cost and what the plan did."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from fuel_core.cli.output import note, print_json
+
+if TYPE_CHECKING:
+    from fuel_core.llm import Completion, LanguageModel, TextStream
+    from fuel_core.persistent_decode import DecodeStats
+
+__all__ = ["plan_text", "print_reply", "prompt_text", "stats_dict"]
+
+
+def prompt_text(prompt: str | None) -> str:
+    """The prompt as given, or all of stdin where it is absent or "-"."""
+    if prompt is not None and prompt != "-":
+        return prompt
+    if prompt is None and sys.stdin.isatty():
+        note("Reading the prompt from the terminal; end it with Ctrl-D.")
+    return sys.stdin.read()
+
+
+def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_plan: bool) -> None:
+    """Print a reply: as text while it is generated, or as one JSON object once it is complete."""
+    with stream:
+        for piece in stream:
+            if not json:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+    done = stream.completion
+    assert done is not None, "a stream that ended has a completion"
+    if json:
+        print_json(_as_json(llm, done, explain_plan))
+    else:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        note(_summary(done))
+    if explain_plan:
+        for event in llm.context.plan_events:
+            note(f"plan: {event}")
+
+
+def plan_text(stats: DecodeStats) -> str:
+    """The plan counters in one line."""
+    replans = ", ".join(f"{reason} {count}" for reason, count in sorted(stats.replans.items())) or "none"
+    return (
+        f"plan {stats.plan_backend}: built {stats.plans_built}, rebinds {stats.rebinds}, "
+        f"re-pointed {stats.rebound_kv}, replans {replans}, fresh steps {stats.fresh_steps}"
+    )
+
+
+def _per_second(stats: DecodeStats) -> float | None:
+    """Decode steps a second; None where no decode step ran."""
+    return 1000.0 / stats.decode_ms_per_token if stats.decode_ms_per_token else None
+
+
+def _summary(done: Completion) -> str:
+    usage, stats = done.usage, done.stats
+    speed = _per_second(stats)
+    parts = [f"{usage.completion_tokens} tokens ({done.finish_reason})"]
+    if stats.prompt_ms:
+        parts.append(f"prompt of {usage.prompt_tokens} in {stats.prompt_ms:.0f} ms")
+    if speed is not None:
+        parts.append(f"{speed:.1f} tokens/s")
+    return f"{', '.join(parts)}; {plan_text(stats)}"
+
+
+def _as_json(llm: LanguageModel, done: Completion, explain_plan: bool) -> dict[str, Any]:
+    report = {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+        "usage": {**asdict(done.usage), "total_tokens": done.usage.total_tokens},
+        "tokens_per_second": _per_second(done.stats),
+        "stats": stats_dict(done.stats),
+    }
+    if explain_plan:
+        report["plan_events"] = [str(event) for event in llm.context.plan_events]
+    return report
+
+
+def stats_dict(stats: DecodeStats) -> dict[str, Any]:
+    """The counters as JSON-ready values."""
+    return {name: dict(value) if name == "replans" else value for name, value in asdict(stats).items()}
