@@ -35,8 +35,9 @@ class GgufVocabulary:
     "left right" strings in rank order.
 
     `add_bos` is `tokenizer.ggml.add_bos_token`, or its default: True for "spm", False for "bpe" unless the
-    pre-tokenizer rule says otherwise (and a beginning-of-sequence id must exist as well before one is added). `add_eos` is False unless the file says so.
-    `add_space_prefix` is True unless the file says otherwise; it means something for "spm" only.
+    pre-tokenizer rule says otherwise (and a beginning-of-sequence id must exist as well before one is added).
+    `add_eos` is False unless the file says so. `add_space_prefix` is True unless the file says otherwise; it means
+    something for "spm" only.
     """
 
     model_kind: str

@@ -1,0 +1,692 @@
+"""Turns the raw keys of a checkpoint into a frozen spec, and remembers where every value came from.
+
+Knows the spellings that published configs use for one and the same fact; knows no family. A family's
+`resolve_config(raw)` makes a `ConfigReader`, asks it for values by their config.json name and ends with `finish`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Final, TypeAlias, TypeVar
+
+from fuel_core.checkpoint.published import known_rope_types, rope_behaviour
+from fuel_core.errors import ConfigError, UnsupportedCheckpointError
+
+__all__ = ["REQUIRED", "ConfigReader", "DecoderConfig", "RawConfig", "RopeParameters", "canonical_dtype"]
+
+# The reader's methods are named for the types they return, which hides those names inside its class body.
+_Int: TypeAlias = int
+_Float: TypeAlias = float
+_Bool: TypeAlias = bool
+_Str: TypeAlias = str
+
+
+class _Required:
+    def __repr__(self) -> str:
+        return "REQUIRED"
+
+
+REQUIRED: Final = _Required()
+"""Default of the typed getters: the key must be there."""
+
+_DTYPES: Final = {
+    "float32": "float32",
+    "float": "float32",
+    "f32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "f16": "float16",
+    "fp16": "float16",
+}
+_NESTED: Final = "text_config"
+_QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+# Keys of the outer config that say nothing about the decoder, though a decoder key may have the same name.
+_OUTER_ONLY: Final = frozenset({"model_type", "architectures"})
+
+
+def canonical_dtype(word: object) -> str | None:
+    """Canonical word ("float32", "bfloat16", "float16") for a published spelling ("torch.bfloat16", ...), or None."""
+    return _DTYPES.get(word.removeprefix("torch.").lower()) if isinstance(word, str) else None
+
+
+class RawConfig(Mapping[str, Any]):
+    """The keys of a checkpoint under their config.json names, with the place each was read from.
+
+    Where a config nests the decoder's keys under `text_config` (multimodal checkpoints), a key is taken from there
+    when it has a value there, else from the outer level; `source(key)` says which. Three keys follow their own rule:
+    `model_type` and `architectures` are the outer ones, `tie_word_embeddings` is true if any level says so, and
+    `eos_token_id` is taken from the outer level first, where multimodal checkpoints keep it.
+
+    A null value counts as present (`key in raw`), so a family can tell "null" from "not said"; the typed getters of
+    `ConfigReader` treat both as absent.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        sources: Mapping[str, str],
+        *,
+        format: str = "huggingface",
+        gguf_architecture: str | None = None,
+        nested_model_type: str | None = None,
+    ) -> None:
+        self._values = dict(values)
+        self._sources = dict(sources)
+        self.format = format
+        self.gguf_architecture = gguf_architecture
+        self.nested_model_type = nested_model_type
+        """`model_type` inside `text_config`, if there is one."""
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, origin: str = "config.json") -> RawConfig:
+        """Merge the levels of one parsed config.json by the rule above. Raises ConfigError if it is not an object."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{origin}: expected a JSON object, found {type(config).__name__}")
+        nested = config.get(_NESTED)
+        if nested is None:
+            nested = {}
+        if not isinstance(nested, Mapping):
+            raise ConfigError(f"{origin}: expected an object under {_NESTED!r}, found {type(nested).__name__}")
+        values: dict[str, Any] = {}
+        sources: dict[str, str] = {}
+        for key, value in config.items():
+            if key != _NESTED:
+                values[key], sources[key] = value, origin
+        for key, value in nested.items():
+            if key in _OUTER_ONLY and values.get(key) is not None:
+                continue
+            if key == "eos_token_id" and values.get(key) is not None:
+                continue
+            if key == "tie_word_embeddings" and values.get(key) is True:
+                continue
+            if value is not None or key not in values:
+                values[key], sources[key] = value, f"{origin}: {_NESTED}"
+        nested_type = nested.get("model_type")
+        return cls(values, sources, nested_model_type=nested_type if isinstance(nested_type, str) else None)
+
+    def with_values(self, values: Mapping[str, Any], source: str) -> RawConfig:
+        """A copy where `values` replace or add keys, with `source` as their place."""
+        return RawConfig(
+            {**self._values, **values},
+            {**self._sources, **dict.fromkeys(values, source)},
+            format=self.format,
+            gguf_architecture=self.gguf_architecture,
+            nested_model_type=self.nested_model_type,
+        )
+
+    def __getitem__(self, key: str) -> Any:
+        return self._values[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"RawConfig(model_type={self.model_type!r}, format={self.format!r}, {len(self)} keys)"
+
+    def source(self, key: str) -> str:
+        """Place `key` was read from, such as "config.json: text_config" or "gguf: rope.freq_base"."""
+        return self._sources.get(key, "not given")
+
+    @property
+    def model_type(self) -> str | None:
+        """The outer `model_type`; None where there is none (GGUF has an architecture instead)."""
+        value = self._values.get("model_type")
+        return value if isinstance(value, str) else None
+
+    @property
+    def dtype(self) -> str | None:
+        """Declared dtype in canonical form from `dtype` or `torch_dtype` (either level), None if not declared."""
+        return canonical_dtype(self._values.get(self.dtype_key or ""))
+
+    @property
+    def dtype_key(self) -> str | None:
+        """Which of the two spellings is in use: "dtype" before "torch_dtype"; None if neither has a value."""
+        return next((k for k in ("dtype", "torch_dtype") if self._values.get(k) is not None), None)
+
+    @property
+    def quantization(self) -> str | None:
+        """Method named by a `quantization_config`, "unnamed" if it names none, None without one."""
+        for key in _QUANTIZATION_KEYS:
+            block = self._values.get(key)
+            if block is not None:
+                method = block.get("quant_method", block.get("fmt")) if isinstance(block, Mapping) else None
+                return str(method) if method else "unnamed"
+        return None
+
+    def reject_quantized(self) -> None:
+        """Raise UnsupportedCheckpointError, naming the method, if the weights are declared quantised.
+
+        Quantised tensors read as plain numbers give fluent nonsense, so the declaration alone is refused.
+        """
+        method = self.quantization
+        if method is not None:
+            raise UnsupportedCheckpointError(
+                f"this checkpoint is quantised with {method!r} ({self.source(_QUANTIZATION_KEYS[0])}): expected plain "
+                "float32, bfloat16 or float16 tensors; use the unquantised checkpoint or a GGUF file of it"
+            )
+
+
+@dataclass(frozen=True)
+class RopeParameters:
+    """Everything a checkpoint says about one rotary embedding, under one spelling. Hashable.
+
+    `kind` is the behaviour: "default", "linear", "dynamic", "banded" (low and high frequencies scaled apart), "yarn"
+    or "longrope". `theta` is the base. `partial_rotary_factor` is the share of the head that rotates. Numbers a kind
+    does not use are None; numbers it uses and the file does not give are None too, save the ones resolved from
+    elsewhere in the config (`original_max_position_embeddings`, and `factor` of longrope).
+
+    `frequency_divisors` (one per rotated pair) divide the inverse frequencies of `theta`. They come with kind "default"
+    and stand for a whole scaling whose parameters the file does not give.
+    """
+
+    kind: str
+    theta: float
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+    frequency_divisors: tuple[float, ...] | None = None
+    extra: tuple[tuple[str, float], ...] = ()
+    """Numbers under keys that are not known here and that the family asked for by name."""
+
+    def rotary_width(self, head_dim: int) -> int:
+        """How many dimensions of a head rotate: `int(head_dim * partial_rotary_factor)`.
+
+        The small allowance keeps a factor that was itself made by dividing (GGUF stores the width) exact.
+        """
+        return int(head_dim * self.partial_rotary_factor + 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Resolved spec that every family extends. Frozen and hashable; field names are those of config.json.
+
+    `dtype` is the model's declared dtype in canonical form ("float32", "bfloat16" or "float16"). `rms_norm_eps` is
+    None for families that normalise otherwise. `sources` maps each field to the place its value came from; it takes
+    no part in equality, hashing or repr.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope: RopeParameters
+    hidden_act: str = "silu"
+    rms_norm_eps: float | None = None
+    tie_word_embeddings: bool = False
+    dtype: str = "float32"
+    sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
+
+
+_Spec = TypeVar("_Spec", bound=DecoderConfig)
+
+_ROPE_FLOATS: Final = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
+_ROPE_LISTS: Final = ("short_factor", "long_factor", "frequency_divisors")
+_ROPE_KNOWN: Final = frozenset(
+    {
+        *_ROPE_FLOATS,
+        *_ROPE_LISTS,
+        "type",
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "truncate",
+        # Said of a checkpoint's training, not of its arithmetic.
+        "finetuned",
+    }
+)
+# What each kind cannot do without.
+_ROPE_NEEDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "banded": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
+}
+
+
+class ConfigReader:
+    """Typed, sourced access to a `RawConfig` for one family.
+
+    Every getter takes the config.json key; looks in the raw config, then in the family's `defaults`, then at its own
+    `default`; records where the value came from under the key (or under `into`, when the spec's field has another
+    name); and raises ConfigError, in one line with what was expected and found, for anything else. A null value counts
+    as absent. `why` is the source to record when `default` is used, such as "derived: num_attention_heads".
+    """
+
+    def __init__(self, raw: RawConfig, defaults: Mapping[str, Any] | None = None, family: str = "") -> None:
+        self.raw = raw
+        self.family = family
+        self.defaults = dict(defaults or {})
+        self._sources: dict[str, str] = {}
+
+    # -- plain values -------------------------------------------------------------------------------------------
+
+    def int(
+        self,
+        key: _Str,
+        default: _Int | _Required = REQUIRED,
+        *,
+        minimum: _Int | None = 1,
+        why: _Str = "default",
+        into: _Str | None = None,
+    ) -> _Int:
+        """An integer, at least `minimum`."""
+        value = self._lookup(key, default, why, into)
+        return self._integer(key, value, minimum)
+
+    def optional_int(self, key: _Str, *, minimum: _Int | None = 1, into: _Str | None = None) -> _Int | None:
+        """An integer, or None where the key is absent or null (a null is final: no default replaces it)."""
+        value = self._optional(key, into)
+        return None if value is None else self._integer(key, value, minimum)
+
+    def float(
+        self,
+        key: _Str,
+        default: _Float | _Required = REQUIRED,
+        *,
+        above: _Float | None = 0.0,
+        why: _Str = "default",
+        into: _Str | None = None,
+    ) -> _Float:
+        """A finite number greater than `above`; integers are accepted."""
+        return self._number(key, self._lookup(key, default, why, into), above)
+
+    def optional_float(self, key: _Str, *, above: _Float | None = 0.0, into: _Str | None = None) -> _Float | None:
+        """A finite number, or None where the key is absent or null."""
+        value = self._optional(key, into)
+        return None if value is None else self._number(key, value, above)
+
+    def bool(
+        self, key: _Str, default: _Bool | _Required = REQUIRED, *, why: _Str = "default", into: _Str | None = None
+    ) -> _Bool:
+        """A JSON true or false, nothing that merely looks like it."""
+        value = self._lookup(key, default, why, into)
+        if not isinstance(value, bool):
+            raise self._wrong(key, "true or false", value)
+        return value
+
+    def str(
+        self,
+        key: _Str,
+        default: _Str | _Required = REQUIRED,
+        *,
+        choices: Iterable[_Str] = (),
+        why: _Str = "default",
+        into: _Str | None = None,
+    ) -> _Str:
+        """A non-empty string, one of `choices` if any are given."""
+        value = self._lookup(key, default, why, into)
+        allowed = tuple(choices)
+        if not isinstance(value, str) or not value or (allowed and value not in allowed):
+            raise self._wrong(key, f"one of {', '.join(allowed)}" if allowed else "a non-empty string", value)
+        return value
+
+    def ids(self, key: _Str, *, into: _Str | None = None) -> tuple[_Int, ...]:
+        """Token ids published as one integer, a list of integers or null; () when absent."""
+        value = self._optional(key, into)
+        items = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+        return tuple(self._integer(key, item, 0) for item in items)
+
+    def list(self, key: _Str, *, length: _Int | None = None, into: _Str | None = None) -> tuple[Any, ...] | None:
+        """A list as a tuple (hashable), None when absent or null; `length` is the number of items it must have."""
+        value = self._optional(key, into)
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)):
+            raise self._wrong(key, "a list", value)
+        if length is not None and len(value) != length:
+            raise ConfigError(
+                f"{self._place(key)}: expected {length} items in {key!r}, found {len(value)}{self._for()}; "
+                "correct the config"
+            )
+        return tuple(value)
+
+    # -- facts with more than one spelling ----------------------------------------------------------------------
+
+    def head_dim(self) -> _Int:
+        """Explicit `head_dim` wins; else hidden_size / num_attention_heads, which must divide."""
+        if self._present("head_dim") or self.defaults.get("head_dim") is not None:
+            return self.int("head_dim")
+        hidden, heads = self.int("hidden_size"), self.int("num_attention_heads")
+        if hidden % heads:
+            raise ConfigError(
+                f"{self._place('hidden_size')}: expected hidden_size {hidden} to be a multiple of num_attention_heads "
+                f"{heads} or an explicit head_dim, found neither{self._for()}; add head_dim to the config"
+            )
+        self.note("head_dim", "derived: hidden_size / num_attention_heads")
+        return hidden // heads
+
+    def dtype(self) -> _Str:
+        """Declared dtype, canonical; both spellings, either level. "float32" where nothing declares one."""
+        key = self.raw.dtype_key
+        if key is None:
+            self.note("dtype", "default: nothing declares one")
+            return "float32"
+        word = canonical_dtype(self.raw[key])
+        if word is None:
+            raise self._wrong(key, "float32, bfloat16 or float16", self.raw[key])
+        self.note("dtype", self.raw.source(key) if self.raw.source(key) != "config.json" else f"config.json: {key}")
+        return word
+
+    def model_type(self) -> _Str:
+        """`model_type`, or the architecture name of a GGUF file."""
+        if self.raw.model_type is None and self.raw.gguf_architecture is not None:
+            self.note("model_type", "gguf: general.architecture")
+            return self.raw.gguf_architecture
+        return self.str("model_type")
+
+    def reject_quantized(self) -> None:
+        """See `RawConfig.reject_quantized`; `finish` calls it as well, so that no family can forget it."""
+        self.raw.reject_quantized()
+
+    def rope(
+        self,
+        *,
+        layer_type: _Str | None = None,
+        theta_key: _Str = "rope_theta",
+        scaled: _Bool = True,
+        kinds: Iterable[_Str] = (),
+        allow: Iterable[_Str] = (),
+        into: _Str = "rope",
+    ) -> RopeParameters:
+        """The rotary embedding, whichever way the checkpoint spells it.
+
+        Spellings: `rope_theta` beside `rope_scaling` (type key `type` or `rope_type`), or everything inside
+        `rope_parameters`, which may nest one block per layer type.
+
+        - `layer_type`: which block to take when they are nested ("full_attention", ...). In the flat spelling the
+          family says with `theta_key` where this layer type's base is, and with `scaled=False` that the scaling block
+          is not for it.
+        - `kinds`: behaviours the family implements; () for all. Another one is refused by name.
+        - `allow`: unknown keys of the block that the family reads itself, from `RopeParameters.extra`. Any other
+          unknown key is refused, because ignoring one means running the wrong arithmetic.
+
+        Raises ConfigError for an unknown type (listing the known ones), a missing base with no family default, a
+        missing or impossible number.
+        """
+        block, place = self._rope_block(layer_type, scaled)
+        word = block.get("rope_type", block.get("type"))
+        if word is None:
+            word = "default"
+        kind = rope_behaviour(word) if isinstance(word, str) else None
+        if kind is None:
+            raise ConfigError(
+                f"{place}: unknown RoPE type {word!r}: expected one of {', '.join(known_rope_types())}{self._for()}; "
+                "a newer release may know it"
+            )
+        allowed = tuple(kinds)
+        if allowed and kind not in allowed:
+            raise ConfigError(
+                f"{place}: RoPE type {word!r} ({kind}) is not implemented{self._for()}: expected one of "
+                f"{', '.join(allowed)}; use a checkpoint without this scaling"
+            )
+        wanted = frozenset(allow)
+        unknown = sorted(k for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)
+        if unknown:
+            raise ConfigError(
+                f"{place}: unknown RoPE key {', '.join(map(repr, unknown))}{self._for()}: expected only keys whose "
+                f"effect is known ({', '.join(sorted(_ROPE_KNOWN))}); a newer release may know it"
+            )
+
+        theta, theta_place = self._rope_theta(block, place, theta_key)
+        numbers: dict[_Str, Any] = {
+            key: self._number(f"{place}: {key}", block[key], None if key.startswith("mscale") else 0.0)
+            for key in _ROPE_FLOATS
+            if block.get(key) is not None
+        }
+        lists: dict[_Str, Any] = {
+            key: tuple(self._number(f"{place}: {key}", item, 0.0) for item in self._as_list(place, key, block[key]))
+            for key in _ROPE_LISTS
+            if block.get(key) is not None
+        }
+        truncate = block.get("truncate")
+        if truncate is not None and not isinstance(truncate, bool):
+            raise self._wrong(f"{place}: truncate", "true or false", truncate)
+        original = self._rope_original(block, kind)
+        if kind == "longrope" and "factor" not in numbers and original is not None:
+            numbers["factor"] = self.int("max_position_embeddings") / original
+        explicit = "frequency_divisors" in lists
+        if kind == "default" and not explicit:
+            # A default rotation ignores every number but the base, so two configs that differ there are one spec.
+            numbers, lists, truncate = {}, {}, None
+        present = {*numbers, *lists} | ({"original_max_position_embeddings"} if original is not None else set())
+        missing = [k for k in _ROPE_NEEDS[kind] if k not in present]
+        if missing and not explicit:
+            raise ConfigError(
+                f"{place}: RoPE type {word!r} needs {', '.join(missing)}, found {', '.join(sorted(block)) or 'nothing'}"
+                f"{self._for()}; complete the config"
+            )
+        if kind == "banded" and not explicit and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
+            raise ConfigError(
+                f"{place}: expected low_freq_factor below high_freq_factor, found {numbers['low_freq_factor']} and "
+                f"{numbers['high_freq_factor']}{self._for()}; correct the config"
+            )
+        rope = RopeParameters(
+            kind=kind,
+            theta=theta,
+            partial_rotary_factor=self._rope_share(block),
+            original_max_position_embeddings=original,
+            truncate=truncate,
+            extra=tuple(
+                (k, self._number(f"{place}: {k}", block[k], None)) for k in sorted(wanted) if block.get(k) is not None
+            ),
+            **numbers,
+            **lists,
+        )
+        self._check_rope_lists(rope, place)
+        self.note(into, theta_place if theta_place == place else f"{theta_place}; {place}")
+        return rope
+
+    # -- the whole spec -----------------------------------------------------------------------------------------
+
+    def common(self) -> dict[_Str, Any]:
+        """Values of the `DecoderConfig` fields every decoder has, save `rope`, `hidden_act` and the norm's epsilon."""
+        return {
+            "model_type": self.model_type(),
+            "vocab_size": self.int("vocab_size"),
+            "hidden_size": self.int("hidden_size"),
+            "intermediate_size": self.int("intermediate_size"),
+            "num_hidden_layers": self.int("num_hidden_layers"),
+            "num_attention_heads": self.int("num_attention_heads"),
+            "num_key_value_heads": self._key_value_heads(),
+            "head_dim": self.head_dim(),
+            "max_position_embeddings": self.int("max_position_embeddings"),
+            "tie_word_embeddings": self.bool("tie_word_embeddings", False),
+            "dtype": self.dtype(),
+        }
+
+    def note(self, name: _Str, source: _Str) -> None:
+        """Record where the value of a spec field came from, for values a family works out itself."""
+        self._sources[name] = source
+
+    def finish(self, spec: type[_Spec], **values: Any) -> _Spec:
+        """Build the frozen spec with `sources` filled. Refuses a quantised checkpoint."""
+        self.reject_quantized()
+        names = [f.name for f in fields(spec) if f.name != "sources"]
+        sources = {name: self._sources.get(name, "family" if name in values else "default") for name in names}
+        return spec(**values, sources=MappingProxyType(sources))
+
+    # -- internals ----------------------------------------------------------------------------------------------
+
+    def _present(self, key: _Str) -> _Bool:
+        return self.raw.get(key) is not None
+
+    def _for(self) -> _Str:
+        return f" for family {self.family!r}" if self.family else ""
+
+    def _place(self, key: _Str) -> _Str:
+        return self.raw.source(key) if key in self.raw else ("gguf" if self.raw.format == "gguf" else "config.json")
+
+    def _source_of(self, key: _Str) -> _Str:
+        return self.raw.source(key)
+
+    def _lookup(self, key: _Str, default: Any, why: _Str, into: _Str | None) -> Any:
+        if self._present(key):
+            self.note(into or key, self._source_of(key))
+            return self.raw[key]
+        if self.defaults.get(key) is not None:
+            self.note(into or key, "family default")
+            return self.defaults[key]
+        if default is not REQUIRED:
+            self.note(into or key, why)
+            return default
+        found = "null" if key in self.raw else "nothing"
+        raise ConfigError(
+            f"{self._place(key)}: expected a value for {key!r}{self._for()}, found {found}; "
+            "add it or check that the file is complete"
+        )
+
+    def _optional(self, key: _Str, into: _Str | None) -> Any:
+        if key in self.raw:
+            self.note(into or key, self._source_of(key))
+            return self.raw[key]
+        self.note(into or key, "family default" if key in self.defaults else "not given")
+        return self.defaults.get(key)
+
+    def _wrong(self, key: _Str, expected: _Str, value: Any) -> ConfigError:
+        shown = repr(value)
+        if len(shown) > 60:
+            shown = f"{shown[:57]}..."
+        place = "" if ": " in key else f"{self._place(key)}: "
+        return ConfigError(f"{place}expected {key!r} to be {expected}, found {shown}{self._for()}; correct the config")
+
+    def _integer(self, key: _Str, value: Any, minimum: _Int | None) -> _Int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self._wrong(key, "an integer", value)
+        if minimum is not None and value < minimum:
+            raise self._wrong(key, f"an integer of at least {minimum}", value)
+        if value >= 1 << 62:
+            raise self._wrong(key, "an integer below 2^62", value)
+        return value
+
+    def _number(self, key: _Str, value: Any, above: _Float | None) -> _Float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self._wrong(key, "a number", value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or (above is not None and number <= above):
+            raise self._wrong(key, "a finite number" if above is None else f"a finite number above {above:g}", value)
+        return number
+
+    def _as_list(self, place: _Str, key: _Str, value: Any) -> Iterable[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise self._wrong(f"{place}: {key}", "a list of numbers", value)
+        return value
+
+    def _key_value_heads(self) -> _Int:
+        heads = self.int("num_attention_heads")
+        groups = self.int("num_key_value_heads", heads, why="derived: num_attention_heads")
+        if heads % groups:
+            raise ConfigError(
+                f"{self._place('num_key_value_heads')}: expected num_attention_heads {heads} to be a multiple of "
+                f"num_key_value_heads, found {groups}{self._for()}; correct the config"
+            )
+        return groups
+
+    def _rope_block(self, layer_type: _Str | None, scaled: _Bool) -> tuple[Mapping[_Str, Any], _Str]:
+        for key in ("rope_parameters", "rope_scaling"):
+            block = self.raw.get(key)
+            if block is None:
+                continue
+            place = f"{self.raw.source(key)}: {key}"
+            if not isinstance(block, Mapping):
+                raise self._wrong(key, "an object", block)
+            nested = {k: v for k, v in block.items() if isinstance(v, Mapping)}
+            if nested:
+                if layer_type is None and len({repr(sorted(v.items())) for v in nested.values()}) == 1:
+                    layer_type = next(iter(nested))
+                if layer_type not in nested:
+                    raise ConfigError(
+                        f"{place}: expected one RoPE block"
+                        f"{f' for layer type {layer_type!r}' if layer_type else ''}, found one per layer type "
+                        f"({', '.join(sorted(nested))}){self._for()}; the family must say which layers use which"
+                    )
+                return nested[layer_type], f"{place}: {layer_type}"
+            if not scaled and not (key == "rope_parameters" and len(block) == 0):
+                break
+            return block, place
+        return {}, self._place("rope_theta")
+
+    def _rope_theta(self, block: Mapping[_Str, Any], place: _Str, key: _Str) -> tuple[_Float, _Str]:
+        if block.get("rope_theta") is not None:
+            return self._number(f"{place}: rope_theta", block["rope_theta"], 0.0), place
+        if not self._present(key) and self.defaults.get(key) is None:
+            raise ConfigError(
+                f"{place}: expected {key!r} (beside rope_scaling, or inside rope_parameters){self._for()}, found "
+                "nothing; add it: a guessed base gives fluent nonsense on long text"
+            )
+        source = self.raw.source(key) if self._present(key) else "family default"
+        value = self.raw[key] if self._present(key) else self.defaults[key]
+        return self._number(key, value, 0.0), source
+
+    def _rope_original(self, block: Mapping[_Str, Any], kind: _Str) -> _Int | None:
+        key = "original_max_position_embeddings"
+        if kind in ("default", "linear"):
+            return None
+        if block.get(key) is not None:
+            return self._integer(f"rope {key}", block[key], 1)
+        if self._present(key):
+            return self._integer(key, self.raw[key], 1)
+        # The published formulas of these two fall back to the model's own limit.
+        if kind in ("yarn", "dynamic") and self._present("max_position_embeddings"):
+            return self._integer("max_position_embeddings", self.raw["max_position_embeddings"], 1)
+        return None
+
+    def _rope_share(self, block: Mapping[_Str, Any]) -> _Float:
+        key = "partial_rotary_factor"
+        value = block.get(key)
+        if value is None:
+            value = self.raw.get(key) if self._present(key) else self.defaults.get(key, 1.0)
+        share = self._number(key, value, 0.0)
+        if share > 1.0:
+            raise self._wrong(key, "at most 1", value)
+        return share
+
+    def _check_rope_lists(self, rope: RopeParameters, place: _Str) -> None:
+        if not (rope.short_factor or rope.long_factor or rope.frequency_divisors):
+            return
+        width = rope.rotary_width(self.head_dim())
+        for name in _ROPE_LISTS:
+            items = getattr(rope, name)
+            if items is not None and len(items) != width // 2:
+                raise ConfigError(
+                    f"{place}: expected {width // 2} numbers in {name!r} (half of the {width} rotated dimensions), "
+                    f"found {len(items)}{self._for()}; check partial_rotary_factor and head_dim"
+                )

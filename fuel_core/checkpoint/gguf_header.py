@@ -1,0 +1,309 @@
+"""Parses the header of a GGUF file against the bytes that are really there.
+
+Every count, length, offset and size in a GGUF header is a claim of the file. Each is checked against the bytes left
+before anything is read or allocated for it, so a hostile file is refused in time proportional to its own size. Layout:
+magic, version, tensor count, key count, keys, tensor table, padding, tensor data; little-endian throughout.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from fuel_core.errors import CheckpointCorruptError, UnsupportedCheckpointError
+
+__all__ = ["GgufHeader", "GgufTensor", "parse_header"]
+
+_MAGIC: Final = b"GGUF"
+_VERSIONS: Final = (2, 3)
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_ALIGNMENT: Final = 1 << 20
+_MAX_DIMS: Final = 4
+_MAX_NAME: Final = 1 << 16
+_MAX_ITEMS: Final = 1 << 23
+_MAX_DEPTH: Final = 2
+
+_BOOL: Final = 7
+_STRING: Final = 8
+_ARRAY: Final = 9
+# Value type id -> struct code of one little-endian value.
+_SCALARS: Final = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    _BOOL: "B",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
+# Fewest bytes one key-value pair and one tensor entry can take.
+_MIN_PAIR: Final = 8 + 4 + 1
+_MIN_TENSOR: Final = 8 + 4 + 8 + 4 + 8
+
+
+class Buffer(Protocol):
+    """Bytes with a length: `bytes`, `mmap` or `memoryview`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """One entry of the tensor table. `shape` is in row-major order (the file stores it reversed)."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    type_name: str
+    offset: int
+    """First byte, from the start of the file."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """Metadata and tensor table of one file, checked."""
+
+    version: int
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, GgufTensor]
+    alignment: int = _DEFAULT_ALIGNMENT
+    array_types: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+
+class _Cursor:
+    """A position in the buffer that refuses to pass the end."""
+
+    def __init__(self, data: Buffer, origin: str) -> None:
+        self.data = data
+        self.end = len(data)
+        self.at = 0
+        self.origin = origin
+
+    def corrupt(self, expected: str, found: object) -> CheckpointCorruptError:
+        return CheckpointCorruptError(
+            f"{self.origin}: expected {expected}, found {found} (byte {self.at} of {self.end}); "
+            "incomplete download? Download the file again"
+        )
+
+    def need(self, count: int, what: str) -> None:
+        if count > self.end - self.at:
+            raise self.corrupt(f"{what} to fit in the {self.end - self.at} bytes left", f"{count} bytes")
+
+    def unpack(self, code: str, what: str) -> Any:
+        size = struct.calcsize(f"<{code}")
+        self.need(size, what)
+        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)  # type: ignore[arg-type]
+        self.at += size
+        return value
+
+    def string(self, what: str, limit: int | None = None) -> bytes:
+        length = self.unpack("Q", f"the length of {what}")
+        self.need(length, what)
+        if limit is not None and length > limit:
+            raise self.corrupt(f"{what} of at most {limit} bytes", f"{length} bytes")
+        raw = bytes(self.data[self.at : self.at + length])
+        self.at += length
+        return raw
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        raw = self.string(what, limit)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise self.corrupt(f"{what} in UTF-8", f"{raw[:20]!r}") from None
+
+
+def parse_header(data: Buffer, origin: str) -> GgufHeader:
+    """Parse and check one GGUF header. `origin` names the file in messages.
+
+    Raises CheckpointCorruptError for every claim the bytes do not support, UnsupportedCheckpointError for a version,
+    byte order or split layout that is valid but not read here.
+    """
+    cursor = _Cursor(data, origin)
+    cursor.need(24, "a GGUF header")
+    if bytes(data[:4]) != _MAGIC:
+        raise cursor.corrupt("the magic bytes 'GGUF'", repr(bytes(data[:4])))
+    cursor.at = 4
+    version = cursor.unpack("I", "the version")
+    if version not in _VERSIONS:
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        what = "a big-endian file" if swapped in _VERSIONS else f"version {version}"
+        raise UnsupportedCheckpointError(
+            f"{origin}: expected a little-endian GGUF file of version {' or '.join(map(str, _VERSIONS))}, "
+            f"found {what}; convert it again with a current converter"
+        )
+    tensor_count = cursor.unpack("Q", "the tensor count")
+    pair_count = cursor.unpack("Q", "the key count")
+    _check_count(cursor, tensor_count, _MIN_TENSOR, "tensors")
+    _check_count(cursor, pair_count, _MIN_PAIR, "keys")
+
+    metadata: dict[str, Any] = {}
+    array_types: dict[str, int] = {}
+    for _ in range(pair_count):
+        key = cursor.text("a key", _MAX_NAME)
+        if key in metadata:
+            raise cursor.corrupt("every key once", f"{key!r} twice")
+        kind = cursor.unpack("I", f"the type of {key!r}")
+        if kind == _ARRAY:
+            array_types[key], metadata[key] = _array(cursor, key, 0)
+        else:
+            metadata[key] = _scalar(cursor, kind, key)
+
+    alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if (
+        isinstance(alignment, bool)
+        or not isinstance(alignment, int)
+        or not 8 <= alignment <= _MAX_ALIGNMENT
+        or alignment & (alignment - 1)
+    ):
+        raise cursor.corrupt(f"general.alignment to be a power of two from 8 to {_MAX_ALIGNMENT}", repr(alignment))
+    splits = metadata.get("split.count", 0)
+    if isinstance(splits, int) and splits > 1:
+        raise UnsupportedCheckpointError(
+            f"{origin}: expected the whole model in one file, found part of {splits}; join the parts with "
+            "`gguf-split --merge` first"
+        )
+    entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
+    start = -(-cursor.at // alignment) * alignment
+    tensors: dict[str, GgufTensor] = {}
+    for name, shape, type_id, offset in entries:
+        if name in tensors:
+            raise cursor.corrupt("every tensor once", f"{name!r} twice")
+        tensors[name] = _place_tensor(cursor, name, shape, type_id, offset, start, alignment)
+    _check_overlap(cursor, tensors)
+    return GgufHeader(version, metadata, tensors, alignment, array_types)
+
+
+def _check_count(cursor: _Cursor, count: int, least: int, what: str) -> None:
+    if count * least > cursor.end - cursor.at:
+        raise cursor.corrupt(
+            f"at most {(cursor.end - cursor.at) // least} {what} in the {cursor.end - cursor.at} bytes left", f"{count}"
+        )
+
+
+def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
+    if kind == _STRING:
+        return cursor.string(f"the value of {key!r}").decode("utf-8", errors="replace")
+    code = _SCALARS.get(kind)
+    if code is None:
+        raise cursor.corrupt(f"a known value type for {key!r}", f"type {kind}")
+    value = cursor.unpack(code, f"the value of {key!r}")
+    if kind == _BOOL:
+        if value not in (0, 1):
+            raise cursor.corrupt(f"{key!r} to be 0 or 1", value)
+        return bool(value)
+    return _shortest(value) if code == "f" else value
+
+
+def _array(cursor: _Cursor, key: str, depth: int) -> tuple[int, list[Any]]:
+    kind = cursor.unpack("I", f"the item type of {key!r}")
+    count = cursor.unpack("Q", f"the item count of {key!r}")
+    if kind == _STRING:
+        least = 8
+    elif kind == _ARRAY:
+        if depth + 1 >= _MAX_DEPTH:
+            raise cursor.corrupt(f"arrays in {key!r} nested at most {_MAX_DEPTH} deep", "deeper ones")
+        least = 12
+    elif kind in _SCALARS:
+        least = struct.calcsize(f"<{_SCALARS[kind]}")
+    else:
+        raise cursor.corrupt(f"a known item type for {key!r}", f"type {kind}")
+    _check_count(cursor, count, least, f"items of {key!r}")
+    if count > _MAX_ITEMS:
+        raise cursor.corrupt(f"at most {_MAX_ITEMS} items in {key!r}", f"{count}")
+    if kind == _ARRAY:
+        return kind, [_array(cursor, key, depth + 1)[1] for _ in range(count)]
+    if kind == _STRING:
+        return kind, _strings(cursor, key, count)
+    code = _SCALARS[kind]
+    values = list(struct.unpack_from(f"<{count}{code}", cursor.data, cursor.at))  # type: ignore[arg-type]
+    cursor.at += count * least
+    if kind == _BOOL:
+        return kind, [bool(v) for v in values]
+    return kind, values
+
+
+def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
+    # Spelled out rather than through `string`: vocabularies have half a million of these.
+    data, at, end = cursor.data, cursor.at, cursor.end
+    lengths = struct.Struct("<Q")
+    items = []
+    for _ in range(count):
+        if end - at < 8:
+            cursor.at = at
+            raise cursor.corrupt(f"an item of {key!r}", "the end of the file")
+        (length,) = lengths.unpack_from(data, at)  # type: ignore[arg-type]
+        at += 8
+        if length > end - at:
+            cursor.at = at
+            raise cursor.corrupt(f"an item of {key!r} to fit in the {end - at} bytes left", f"{length} bytes")
+        items.append(bytes(data[at : at + length]).decode("utf-8", errors="replace"))
+        at += length
+    cursor.at = at
+    return items
+
+
+def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    name = cursor.text("a tensor name", _MAX_NAME)
+    dims = cursor.unpack("I", f"the dimension count of {name!r}")
+    if not 1 <= dims <= _MAX_DIMS:
+        raise cursor.corrupt(f"1 to {_MAX_DIMS} dimensions for tensor {name!r}", dims)
+    stored = [cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(dims)]
+    type_id = cursor.unpack("I", f"the type of {name!r}")
+    offset = cursor.unpack("Q", f"the offset of {name!r}")
+    return name, tuple(reversed(stored)), type_id, offset
+
+
+def _place_tensor(
+    cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, offset: int, start: int, alignment: int
+) -> GgufTensor:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        kind = GGMLQuantizationType(type_id)
+        block, size = GGML_QUANT_SIZES[kind]
+    except (ValueError, KeyError):
+        raise cursor.corrupt(f"a published tensor type for {name!r}", f"type {type_id}") from None
+    numel = 1
+    for n in shape:
+        numel *= n
+    if numel == 0 or shape[-1] % block:
+        raise cursor.corrupt(
+            f"rows of a positive multiple of {block} numbers in tensor {name!r} ({kind.name})", f"shape {list(shape)}"
+        )
+    nbytes = numel // block * size
+    if offset % alignment:
+        raise cursor.corrupt(f"tensor {name!r} at a multiple of {alignment}", f"offset {offset}")
+    if start + offset + nbytes > cursor.end:
+        raise cursor.corrupt(
+            f"tensor {name!r} inside the {cursor.end} bytes of the file",
+            f"bytes {start + offset} to {start + offset + nbytes}",
+        )
+    return GgufTensor(name, shape, type_id, kind.name, start + offset, nbytes)
+
+
+def _check_overlap(cursor: _Cursor, tensors: Mapping[str, GgufTensor]) -> None:
+    last: GgufTensor | None = None
+    for tensor in sorted(tensors.values(), key=lambda t: t.offset):
+        if last is not None and tensor.offset < last.offset + last.nbytes:
+            raise cursor.corrupt("tensors that do not overlap", f"{last.name!r} and {tensor.name!r} sharing bytes")
+        last = tensor
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that reads back as the same float32: 1e-05 rather than 9.999999747378752e-06.
+
+    Converters stored a float64 from config.json as float32; this gives back the number the config had.
+    """
+    import numpy as np
+
+    return float(str(np.float32(value)))

@@ -1,0 +1,303 @@
+"""Puts the tensors of a checkpoint into a module built on the meta device.
+
+Every parameter is set exactly once and every tensor is used exactly once, or nothing is: names and shapes are compared
+before the first tensor is read. How one tensor becomes one stored parameter is the job of `_store`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from fuel_core.errors import UnsupportedCheckpointError, WeightsError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from fuel_core.checkpoint.base import Checkpoint, TensorInfo
+
+__all__ = ["WEIGHT_FORMATS", "LoadReport", "default_tensor_name", "load_weights"]
+
+WEIGHT_FORMATS: Final[Mapping[str, str]] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+"""Words `weights=` accepts (besides "auto" and the dtype names themselves) -> dtype of the parameters."""
+
+_FLOATING: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
+_READABLE: Final = _FLOATING | {"int64", "int32", "int16", "int8", "uint8", "bool"}
+_HEAD: Final = "lm_head.weight"
+_EMBEDDING: Final = "model.embed_tokens.weight"
+# Buffers that old checkpoints store and every model works out for itself.
+_RECOMPUTED: Final = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_SHOWN: Final = 10
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load_weights` did.
+
+    - `weights`: the format word in use ("f32", "bf16" or "f16"); `dtype` the dtype it stands for. Norms that a mixed
+      file stores in float32 stay float32 beside it.
+    - `parameters`: how many parameters and buffers were set, tied ones not counted twice; `parameter_bytes` their size.
+    - `mapped_bytes`: the part of that served from the file mapping without a copy.
+    - `tied`: (parameter, parameter it shares storage with).
+    - `skipped`: tensors of the file left out by name.
+    - `seconds`: wall-clock time.
+    """
+
+    weights: str
+    dtype: str
+    parameters: int
+    parameter_bytes: int
+    mapped_bytes: int
+    tied: tuple[tuple[str, str], ...]
+    skipped: tuple[str, ...]
+    seconds: float
+
+
+def default_tensor_name(name: str) -> str | None:
+    """Parameter name of a checkpoint tensor for families that say nothing: itself, or None for a recomputed buffer."""
+    return None if name.endswith(_RECOMPUTED) else name
+
+
+def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto") -> LoadReport:
+    """Set every parameter and persistent buffer of `backbone` from `ck`.
+
+    `backbone` is built on the meta device; parameters already elsewhere are replaced as well. Parameters come out on
+    the CPU without gradients, and share memory with the file mapping where the stored dtype is the wanted one.
+
+    `family` gives `tensor_names` (a function or mapping from checkpoint tensor name to parameter name; None skips the
+    tensor) and `gguf_names`. `weights` is "auto", "f32", "bf16" or "f16" (or "float32", ...). "auto" is the dtype the
+    config declares, else the one most tensors are stored in; float32 for a GGUF file with quantised tensors. In a file
+    that stores matrices in a shorter dtype and vectors in float32, norms stay float32.
+
+    Tied parameters (`lm_head.weight` to `model.embed_tokens.weight` when `backbone.config.tie_word_embeddings`; or the
+    (parameter, source) pairs of `backbone.tied_weights()`) become one Parameter. A file that stores a tied tensor as
+    well must store the same numbers.
+
+    Raises WeightsError listing what is missing, unused, wrongly shaped or left over, before any tensor is read;
+    UnsupportedCheckpointError for a quantised checkpoint or a stored type or format that cannot be used.
+    """
+    import torch
+
+    started = time.perf_counter()
+    dtype_name = _target_dtype(weights, ck)
+    ck.raw.reject_quantized()
+    if not ck.has_weights:
+        raise WeightsError(
+            f"{ck.path}: expected weights, found only a config; download the safetensors files of this checkpoint"
+        )
+    ck = ck.for_family(family)
+    slots = _slots(backbone)
+    pairs = _tied_pairs(backbone, slots)
+    tensors, skipped = _map_names(ck, family)
+    infos = {parameter: ck.tensor_info(name) for parameter, name in tensors.items()}
+    _refuse_unreadable(ck, tensors, infos)
+    sources = _check_names(ck, slots, pairs, tensors, infos)
+
+    target: torch.dtype = getattr(torch, dtype_name)
+    mixed = any(i.dtype_name != "float32" and len(i.shape) >= 2 for i in infos.values())
+    matrices = {p for p, slot in slots.items() if slot.dim() >= 2}
+    set_bytes = mapped_bytes = 0
+    for parameter, name in sources.items():
+        info = infos[parameter] if parameter in infos else ck.tensor_info(name)
+        tensor = ck.tensor(name)
+        if tuple(tensor.shape) != info.shape:
+            raise WeightsError(
+                f"{ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
+                f"{list(tensor.shape)}; download the file again"
+            )
+        wanted = target
+        if info.dtype_name not in _FLOATING:
+            wanted = tensor.dtype
+        elif (
+            mixed and info.dtype_name == "float32" and len(info.shape) == 1 and not _beside_matrix(parameter, matrices)
+        ):
+            wanted = torch.float32
+        stored = tensor.to(wanted)
+        if stored is tensor and info.dtype_name == str(tensor.dtype).removeprefix("torch."):
+            mapped_bytes += tensor.nbytes
+        set_bytes += stored.nbytes
+        _store(backbone, parameter, stored)
+        del tensor, stored
+    tied = []
+    for parameter, source in pairs:
+        if parameter in tensors and parameter not in sources:
+            _check_same(ck, parameter, tensors[parameter], source, sources[source])
+        _tie(backbone, parameter, source)
+        tied.append((parameter, source))
+    _check_nothing_left(backbone)
+    return LoadReport(
+        weights=next(w for w, d in WEIGHT_FORMATS.items() if d == dtype_name),
+        dtype=dtype_name,
+        parameters=len(sources),
+        parameter_bytes=set_bytes,
+        mapped_bytes=mapped_bytes,
+        tied=tuple(tied),
+        skipped=tuple(skipped),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _target_dtype(weights: str, ck: Checkpoint) -> str:
+    if weights == "auto":
+        return ck.raw.dtype or "float32"
+    name = WEIGHT_FORMATS.get(weights, weights if weights in WEIGHT_FORMATS.values() else None)
+    if name is None:
+        raise UnsupportedCheckpointError(
+            f"weights={weights!r} is not available in this release: expected one of auto, {', '.join(WEIGHT_FORMATS)}"
+        )
+    return name
+
+
+def _slots(backbone: nn.Module) -> dict[str, torch.Tensor]:
+    """Everything that must come from a file: parameters and persistent buffers by full name."""
+    slots: dict[str, torch.Tensor] = dict(backbone.named_parameters(remove_duplicate=False))
+    for prefix, module in backbone.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set and buffer is not None:
+                slots[f"{prefix}.{name}" if prefix else name] = buffer
+    return slots
+
+
+def _tied_pairs(backbone: nn.Module, slots: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+    declare: Callable[[], Any] | None = getattr(backbone, "tied_weights", None)
+    if callable(declare):
+        pairs = [(str(p), str(s)) for p, s in declare()]
+    elif getattr(getattr(backbone, "config", None), "tie_word_embeddings", False):
+        pairs = [(_HEAD, _EMBEDDING)] if _HEAD in slots else []
+    else:
+        pairs = []
+    unknown = [name for pair in pairs for name in pair if name not in slots]
+    if unknown:
+        raise WeightsError(
+            f"expected tied weights to name parameters of {type(backbone).__name__}, found {_listed(unknown)}; "
+            "correct the family's names or its tied_weights()"
+        )
+    return pairs
+
+
+def _map_names(ck: Checkpoint, family: Any) -> tuple[dict[str, str], list[str]]:
+    """Parameter name -> tensor name, and the tensors skipped by name."""
+    rule = getattr(family, "tensor_names", None)
+    tensors: dict[str, str] = {}
+    skipped: list[str] = []
+    for name in ck.tensor_names():
+        if rule is None:
+            parameter = default_tensor_name(name)
+        elif isinstance(rule, Mapping):
+            parameter = rule[name] if name in rule else default_tensor_name(name)
+        else:
+            parameter = rule(name)
+        if parameter is None:
+            skipped.append(name)
+        elif parameter in tensors:
+            raise WeightsError(
+                f"{ck.path}: expected one tensor for parameter {parameter!r}, found {tensors[parameter]!r} and "
+                f"{name!r}; correct the family's tensor_names"
+            )
+        else:
+            tensors[parameter] = name
+    return tensors, skipped
+
+
+def _refuse_unreadable(ck: Checkpoint, tensors: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> None:
+    readable = _READABLE
+    if ck.format == "gguf":
+        from fuel_core.checkpoint.gguf_file import READABLE_TYPES
+
+        readable = READABLE_TYPES
+    for parameter, info in infos.items():
+        if info.dtype_name not in readable:
+            raise UnsupportedCheckpointError(
+                f"{ck.path}: tensor {tensors[parameter]!r} is stored as {info.dtype_name}: expected one of "
+                f"{', '.join(sorted(readable))}; convert or download the model in one of them"
+            )
+
+
+def _check_names(
+    ck: Checkpoint,
+    slots: Mapping[str, torch.Tensor],
+    pairs: list[tuple[str, str]],
+    tensors: Mapping[str, str],
+    infos: Mapping[str, TensorInfo],
+) -> dict[str, str]:
+    """Parameter -> tensor to set it from, in the order of `slots`; tied parameters are left to their source."""
+    sources = {parameter: tensors[parameter] for parameter in slots if parameter in tensors}
+    for parameter, source in pairs:
+        if source not in sources and parameter in sources:
+            # Some savers keep the tied tensor under the other of its two names.
+            sources[source] = sources[parameter]
+        sources.pop(parameter, None)
+    tied = {parameter for parameter, _ in pairs}
+    missing = [p for p in slots if p not in sources and p not in tied]
+    unused = [name for parameter, name in tensors.items() if parameter not in slots]
+    shapes = []
+    for parameter, name in tensors.items():
+        if parameter in slots and infos[parameter].shape != tuple(slots[parameter].shape):
+            shapes.append(f"{name} {list(infos[parameter].shape)} for {list(slots[parameter].shape)}")
+    problems = []
+    if missing:
+        hint = " (the config does not tie it to the embedding)" if _HEAD in missing else ""
+        problems.append(f"{len(missing)} parameters without a tensor: {_listed(missing)}{hint}")
+    if unused:
+        problems.append(f"{len(unused)} unused tensors: {_listed(unused)}")
+    if shapes:
+        problems.append(f"{len(shapes)} wrong shapes: {_listed(shapes)}")
+    if problems:
+        raise WeightsError(
+            f"{ck.path}: expected one tensor for every parameter and the reverse, found {'; '.join(problems)}. "
+            "Check that the family fits this checkpoint and that the download is complete"
+        )
+    return sources
+
+
+def _beside_matrix(parameter: str, matrices: set[str]) -> bool:
+    """Whether a vector is the bias of a projection, which must have the dtype of its matrix."""
+    stem, _, leaf = parameter.rpartition(".")
+    return leaf == "bias" and f"{stem}.weight" in matrices
+
+
+def _store(backbone: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
+    """Make `tensor` the value of one parameter or buffer, without copying it.
+
+    The one place where a tensor becomes stored weights; packed formats replace what happens here.
+    """
+    from torch import nn
+
+    path, _, leaf = parameter.rpartition(".")
+    module = backbone.get_submodule(path)
+    if leaf in module._parameters:
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+    else:
+        setattr(module, leaf, tensor)
+
+
+def _tie(backbone: nn.Module, parameter: str, source: str) -> None:
+    path, _, leaf = parameter.rpartition(".")
+    setattr(backbone.get_submodule(path), leaf, backbone.get_parameter(source))
+
+
+def _check_same(ck: Checkpoint, parameter: str, name: str, source: str, source_name: str) -> None:
+    import torch
+
+    if name != source_name and not torch.equal(ck.tensor(name), ck.tensor(source_name)):
+        raise WeightsError(
+            f"{ck.path}: expected {name!r} to equal {source_name!r}, because the config ties {parameter!r} to "
+            f"{source!r}, found other numbers; set tie_word_embeddings to false if the head is meant to be its own"
+        )
+
+
+def _check_nothing_left(backbone: nn.Module) -> None:
+    left = [name for name, t in (*backbone.named_parameters(), *backbone.named_buffers()) if t.is_meta]
+    if left:
+        raise WeightsError(
+            f"expected every parameter and buffer to have storage, found {len(left)} still on the meta device: "
+            f"{_listed(left)}; the family must not register non-persistent buffers in build()"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f", ... ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
