@@ -1,0 +1,407 @@
+"""THE CONTRACT between the core and a model family.
+
+A family implements the ``decode_*`` hooks of ``DecodeBackbone``; everything about plans, offsets, sessions and
+caches stays on the core's side. The core decides identity here too, so that no family can forget a field: the
+shape key takes in every field of the resolved config unless the family lists it as bound.
+
+Shape letters: B batch (1), T tokens of this step, D hidden, V vocab.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fuel_core.decode_shape import Component, ModelInstanceId, ShapeKey, canonical
+from fuel_core.errors import ConfigError, GeometryError
+from fuel_core.kv_cache import KvCache, LayerStateSpec, kv_dims, specs_component
+from fuel_core.layers.linear import Embedding, Linear
+from fuel_core.mask_and_rope import MaskPlan, RopePlan
+from fuel_core.token_data import (
+    DecodeLayerInputs,
+    DecodeTokenData,
+    compute_decode_token_host,
+    upload_decode_token_data,
+)
+
+__all__ = ["DecodeBackbone", "DecodeDims", "DecodeLayerInputs", "PersistentDecodeModel"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDims:
+    """Sizes of the step, apart from the state (which the state specs describe)."""
+
+    n_layers: int
+    hidden: int
+    """D: width of the residual stream."""
+    vocab: int
+    """V: rows of the head."""
+    rope_width: int
+    """Features that are rotated: head_dim, or less under partial rotary."""
+    embed_scale: float | None = None
+    """Multiplier of the embeddings, applied in float32 before the cast; None emits no op at all."""
+    n_kv_heads: int | None = None
+    """Derived from the state specs; None where layers differ or keep named slots."""
+    head_dim: int | None = None
+    """Derived from the state specs; None where layers differ or keep named slots."""
+
+    @classmethod
+    def of(
+        cls,
+        specs: Sequence[LayerStateSpec],
+        *,
+        hidden: int,
+        vocab: int,
+        rope_width: int,
+        embed_scale: float | None = None,
+    ) -> DecodeDims:
+        """Dims with the layer count and the kv sizes taken from the state specs."""
+        n_kv_heads, head_dim = kv_dims(specs)
+        return cls(len(specs), hidden, vocab, rope_width, embed_scale, n_kv_heads, head_dim)
+
+
+class PersistentDecodeModel(nn.Module, ABC):
+    """What the rebind driver needs of a model: identity, plans, and one step's bound data.
+
+    A model with a build body of its own implements this much; ``DecodeBackbone`` adds the hooks of the shared
+    build path.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._init_identity()
+
+    def _init_identity(self) -> None:
+        self._instance_id = ModelInstanceId.next()
+        self._epoch = 0
+        self._config_version = 0
+        self._weight_snapshot: _WeightSnapshot | None = None
+        self._identity_lock = threading.RLock()
+        self._key_memo: dict[Hashable, ShapeKey] = {}
+        self._plan_memo: dict[str, tuple[int, Any]] = {}
+        self._plan_override: dict[str, Any] = {}
+        # Filled by the build path: what was recorded for this model, by (epoch, structure).
+        self._programs: dict[Hashable, Any] = {}
+
+    _IDENTITY_STATE = (
+        "_instance_id",
+        "_weight_snapshot",
+        "_identity_lock",
+        "_key_memo",
+        "_plan_memo",
+        "_programs",
+    )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in self._IDENTITY_STATE:
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # copy, deepcopy and unpickling all pass here: whatever they made is another model with other storage.
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        override = state.get("_plan_override", {})
+        epoch, version = state.get("_epoch", 0), state.get("_config_version", 0)
+        self._init_identity()
+        self._plan_override = dict(override)
+        self._epoch, self._config_version = epoch, version
+
+    # -- hooks --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def decode_family(self) -> str:
+        """The family's name; it stands in every error that the shared path raises."""
+
+    @abstractmethod
+    def layer_state_specs(self) -> Sequence[LayerStateSpec]:
+        """What each layer keeps; the one source of state geometry."""
+
+    @abstractmethod
+    def decode_dims(self) -> DecodeDims:
+        """Sizes of the step."""
+
+    @abstractmethod
+    def decode_mask_plan(self) -> MaskPlan:
+        """Which layers attend through a window. Not defaulted: a default is silently wrong for who forgets it."""
+
+    @abstractmethod
+    def decode_rope_plan(self) -> RopePlan:
+        """Which layers rotate with which frequencies. Not defaulted, for the same reason."""
+
+    @abstractmethod
+    def decode_config(self) -> Any:
+        """The frozen, resolved spec (a dataclass instance)."""
+
+    def decode_bound_fields(self) -> frozenset[str]:
+        """Names of config fields that are bound, not baked: they stay out of the shape key.
+
+        Listing a field promises that a change of it reaches the outputs through bound data alone, without a
+        rebuild. A field that decides structure must not be listed.
+        """
+        return frozenset()
+
+    # -- plans --------------------------------------------------------------------------------------
+
+    def _plan(self, kind: str, hook: Callable[[], Any]) -> Any:
+        if kind in self._plan_override:
+            return self._plan_override[kind]
+        memo = self._plan_memo.get(kind)
+        if memo is None or memo[0] != self._config_version:
+            memo = self._plan_memo[kind] = (self._config_version, hook())
+        return memo[1]
+
+    @property
+    def mask_plan(self) -> MaskPlan:
+        """The mask plan in force, read at every entry. Assign another to change it on a live model."""
+        plan: MaskPlan = self._plan("mask", self.decode_mask_plan)
+        return plan
+
+    @mask_plan.setter
+    def mask_plan(self, plan: MaskPlan) -> None:
+        if not isinstance(plan, MaskPlan):
+            raise ConfigError(f"{self.decode_family()}: mask_plan must be a MaskPlan, found {type(plan).__name__}")
+        self._check_layers("mask_plan", plan.n_layers)
+        self._plan_override["mask"] = plan
+
+    @property
+    def rope_plan(self) -> RopePlan:
+        """The RoPE plan in force, read at every entry. Assign another to change it on a live model."""
+        plan: RopePlan = self._plan("rope", self.decode_rope_plan)
+        return plan
+
+    @rope_plan.setter
+    def rope_plan(self, plan: RopePlan) -> None:
+        if not isinstance(plan, RopePlan):
+            raise ConfigError(f"{self.decode_family()}: rope_plan must be a RopePlan, found {type(plan).__name__}")
+        self._check_layers("rope_plan", plan.n_layers)
+        self._plan_override["rope"] = plan
+
+    def _check_layers(self, what: str, n_layers: int) -> None:
+        expected = len(self.layer_state_specs())
+        if n_layers != expected:
+            raise GeometryError(f"{self.decode_family()}: {what} covers {n_layers} layers, the model has {expected}")
+
+    def reconfigure(self, **bound: Any) -> None:
+        """Change bound config fields on the live model: held plans follow without a rebuild.
+
+        Raises ConfigError for a field that is not bound (build another model for those) or does not exist.
+        A plan that was assigned (``mask_plan``, ``rope_plan``) is dropped in favour of the new config's.
+        """
+        config = self.decode_config()
+        names = {field.name for field in dataclasses.fields(config)}
+        for name in bound:
+            if name not in names:
+                raise ConfigError(f"{self.decode_family()}: reconfigure() knows no field {name!r}")
+            if name not in self.decode_bound_fields():
+                raise ConfigError(
+                    f"{self.decode_family()}: field {name!r} is baked into plans and cannot be changed on a live "
+                    f"model; bound fields are {sorted(self.decode_bound_fields())}"
+                )
+        with self._identity_lock:
+            before = config
+            self._set_config(dataclasses.replace(config, **bound))
+            self._config_version += 1
+            try:
+                mask, rope = self.decode_mask_plan(), self.decode_rope_plan()
+            except BaseException:
+                self._set_config(before)
+                self._config_version += 1
+                raise
+            self._plan_memo = {"mask": (self._config_version, mask), "rope": (self._config_version, rope)}
+            self._plan_override.clear()
+
+    def _set_config(self, config: Any) -> None:
+        """Install a replaced config. Backbones keep it as ``self.config``; override where it lives elsewhere."""
+        self.config = config
+
+    # -- identity -----------------------------------------------------------------------------------
+
+    @property
+    def instance_id(self) -> ModelInstanceId:
+        """The never-recycled id of this constructed model."""
+        return self._instance_id
+
+    def weights_epoch(self) -> int:
+        """How often weight storage was swapped under this model; checked against the live parameters.
+
+        Replaced parameters, buffers or submodules, moved storage, another dtype or device all bump it. In-place
+        writes do not: a held plan reads the same storage and follows them.
+        """
+        snapshot = self._weight_snapshot
+        if snapshot is not None and snapshot.is_current():
+            return self._epoch
+        with self._identity_lock:
+            snapshot = self._weight_snapshot
+            if snapshot is None:
+                self._weight_snapshot = _WeightSnapshot(self)
+            elif not snapshot.is_current():
+                self._weight_snapshot = _WeightSnapshot(self)
+                self._epoch += 1
+                self._key_memo.clear()
+                self._programs.clear()
+            return self._epoch
+
+    def bump_weights_epoch(self) -> None:
+        """Declare that weights changed in a way no pointer shows (requantised in place, say)."""
+        with self._identity_lock:
+            self._weight_snapshot = None
+            self._epoch += 1
+            self._key_memo.clear()
+            self._programs.clear()
+
+    def decode_shape_key(self) -> ShapeKey:
+        """The identity that a held plan of this model is baked against. Final: families cannot narrow it.
+
+        Family, instance, weights epoch, dims, state specs, plan structure, weight dtypes and formats, and every
+        config field that is not declared bound. Memoised per epoch, config version and plan structure.
+        """
+        epoch = self.weights_epoch()
+        mask, rope = self.mask_plan.structure(), self.rope_plan.structure()
+        memo_key = (epoch, self._config_version, mask, rope)
+        key = self._key_memo.get(memo_key)
+        if key is None:
+            key = ShapeKey.of(self._key_components(epoch, mask, rope))
+            self._key_memo[memo_key] = key
+        return key
+
+    def structure_key(self) -> ShapeKey:
+        """The shape key without instance and epoch: it names recordings and code, which models may share."""
+        return self.decode_shape_key().without("instance", "epoch")
+
+    def _key_components(self, epoch: int, mask: Component, rope: Component) -> dict[str, Component]:
+        config, bound = self.decode_config(), self.decode_bound_fields()
+        components: dict[str, Component] = {
+            "family": self.decode_family(),
+            "model": f"{type(self).__module__}.{type(self).__qualname__}",
+            "instance": self._instance_id.get(),
+            "epoch": epoch,
+        }
+        for field in dataclasses.fields(self.decode_dims()):
+            components[f"dims.{field.name}"] = getattr(self.decode_dims(), field.name)
+        components["state"] = specs_component(self.layer_state_specs())
+        components["mask_plan"] = mask
+        components["rope_plan"] = rope
+        components["weights"] = _weights_component(self)
+        for field in dataclasses.fields(config):
+            # A field left out of comparison is provenance, not configuration.
+            if field.name not in bound and field.compare:
+                components[f"config.{field.name}"] = canonical(getattr(config, field.name))
+        return components
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("decode_shape_key", "structure_key", "_key_components", "weights_epoch"):
+            if name in cls.__dict__ and cls.__module__ != __name__:
+                raise TypeError(
+                    f"{cls.__qualname__} overrides {name}: identity is the core's, so that no field can be forgotten. "
+                    "Put what decides structure into the config"
+                )
+
+    # -- one step's bound data ------------------------------------------------------------------------
+
+    def build_decode_token_data(
+        self,
+        token_ids: Sequence[int],
+        cache: KvCache,
+        *,
+        device_offset: bool,
+        mask_columns: int | None,
+        into: DecodeTokenData | None = None,
+    ) -> DecodeTokenData:
+        """Compute and upload one step's bound data; the one implementation for build and rebind.
+
+        mask_columns: columns of the mask, None when nothing reads it. into: the buffers a held plan owns.
+        """
+        host = compute_decode_token_host(
+            self.mask_plan, self.rope_plan, token_ids, cache.cached_len, mask_columns=mask_columns
+        )
+        return upload_decode_token_data(
+            host,
+            rope_plan=self.rope_plan,
+            n_mask_variants=self.mask_plan.n_variants,
+            dtype=cache.dtype,
+            device=cache.device,
+            device_offset=device_offset,
+            mask_columns=cache.max_seq_len,
+            into=into,
+        )
+
+
+class DecodeBackbone(PersistentDecodeModel):
+    """A model on the shared build path. Subclasses keep the resolved spec as ``self.config``."""
+
+    config: Any
+
+    def decode_config(self) -> Any:
+        return self.config
+
+    @abstractmethod
+    def decode_token_embedding(self) -> Embedding:
+        """The token embedding module."""
+
+    @abstractmethod
+    def decode_apply_layer(self, layer_idx: int, inputs: DecodeLayerInputs) -> Tensor:
+        """One layer: reads ``inputs``, writes its state in place, returns the next ``h [B, T, D]``."""
+
+    @abstractmethod
+    def decode_final_norm_and_head(self, h: Tensor) -> Tensor:
+        """``h [B, rows, D]`` -> logits ``[B, rows, V]``."""
+
+    def tied_weights(self) -> tuple[tuple[str, str], ...]:
+        """Pairs (parameter that takes, parameter it shares) of this config; empty when nothing is tied."""
+        return ()
+
+
+def _weights_component(model: nn.Module) -> Component:
+    """Dtype, and packed format where there is one, of every parameter and buffer."""
+    formats = []
+    for name, module in model.named_modules():
+        packed = getattr(module, "packed_format", None)
+        if isinstance(module, Linear | Embedding) and packed is not None:
+            formats.append((name, packed))
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    dtypes: list[Component] = [(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]
+    return (tuple(dtypes), tuple(formats))
+
+
+class _WeightSnapshot:
+    """Which tensors stand where under a model, to notice any of them replaced or moved.
+
+    Compared once a step, so it is flat lists and identity tests: about 0.2 us a tensor.
+    """
+
+    __slots__ = ("children", "pointers", "sizes")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pointers: list[tuple[dict[str, Any], str, Tensor, int, torch.dtype]] = []
+        self.children: list[tuple[dict[str, Any], str, nn.Module]] = []
+        self.sizes: list[tuple[dict[str, Any], int]] = []
+        for module in model.modules():
+            for held in (module._parameters, module._buffers):
+                if held:
+                    self.sizes.append((held, len(held)))
+                for name, tensor in held.items():
+                    if tensor is not None:
+                        self.pointers.append((held, name, tensor, tensor.data_ptr(), tensor.dtype))
+            if module._modules:
+                self.sizes.append((module._modules, len(module._modules)))
+                for name, child in module._modules.items():
+                    if child is not None:
+                        self.children.append((module._modules, name, child))
+
+    def is_current(self) -> bool:
+        for held, name, tensor, pointer, dtype in self.pointers:
+            if held.get(name) is not tensor or tensor.data_ptr() != pointer or tensor.dtype is not dtype:
+                return False
+        for held, name, child in self.children:
+            if held.get(name) is not child:
+                return False
+        return all(len(held) == size for held, size in self.sizes)

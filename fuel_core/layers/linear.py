@@ -1,0 +1,71 @@
+"""Linear and Embedding over any weight format, and the products that families write.
+
+Shape letters: B batch, T tokens of this step, D input width, E output width, V vocab.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
+
+__all__ = ["Embedding", "Linear", "linear", "project"]
+
+
+class _FormattedWeight(nn.Module):
+    """A module whose ``weight`` parameter is stored in a weight format."""
+
+    weight: nn.Parameter
+    # None: dense, and then the parameter's own dtype says which format it is. A packed format is named here.
+    packed_format: str | None = None
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        return FORMATS[self.packed_format or dense_format_of(self.weight.dtype)]
+
+
+class Linear(_FormattedWeight):
+    """``y = x Wᵀ + b`` with W ``[out_features, in_features]`` in any weight format."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight = nn.Parameter(torch.empty(out_features, in_features), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in_features]`` -> ``[..., out_features]``, in x's dtype."""
+        return linear(x, self)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+
+
+class Embedding(_FormattedWeight):
+    """A lookup table ``[num_embeddings, embedding_dim]`` in any weight format; rows come out in float32."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim), requires_grad=False)
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """int64 ``[B, T]`` -> float32 ``[B, T, embedding_dim]``."""
+        return self.weight_format.lookup(token_ids, self)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def linear(x: Tensor, module: Linear) -> Tensor:
+    """``x [..., in] -> [..., out]`` through whatever format the module's weight is stored in."""
+    return module.weight_format.matmul(x, module, module.bias)
+
+
+def project(x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
+    """Several products of one input: ``q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)``.
+
+    The weights may have been fused into one matrix when they were loaded; a family need not know.
+    """
+    return tuple(linear(x, module) for module in modules)

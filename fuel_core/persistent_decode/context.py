@@ -1,0 +1,229 @@
+"""Where decoding happens and what it remembers: device, offset path, held sessions, events, counters.
+
+A context may serve several models and caches in turn. It is not a queue: a second thread waits for the first
+to finish its step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from fuel_core.decode_shape import Component, Difference
+from fuel_core.errors import BackendUnavailableError
+from fuel_core.persistent_decode.session import DecodeSession, Disposition, Reason, SessionKey, SessionSlot, Validity
+from fuel_core.plan_backends import resolve_backend
+
+__all__ = ["DecodeStats", "InferenceContext", "PlanEvent"]
+
+OFFSET_PATHS = ("auto", "device", "symbol")
+_EVENTS_KEPT = 64
+
+log = logging.getLogger("fuel.plan")
+
+
+@dataclass(frozen=True, slots=True)
+class PlanEvent:
+    """One decision about a held plan. Equal decisions in a row are one event with a count."""
+
+    step: int
+    """Which forward call of the context, from 1; of the first, where ``count`` > 1."""
+    disposition: Disposition
+    reason: Reason
+    component: str | None = None
+    was: Component = None
+    now: Component = None
+    count: int = 1
+
+    def __str__(self) -> str:
+        steps = f"step {self.step}" if self.count == 1 else f"steps {self.step}..{self.step + self.count - 1}"
+        detail = f": {self.component} {self.was} -> {self.now}" if self.component else ""
+        return f"{steps} {self.disposition.name} ({self.reason.value}){detail}"
+
+
+@dataclass(slots=True)
+class DecodeStats:
+    """Counters of one context. rebinds = decode steps - plans built - fresh single-token steps."""
+
+    plans_built: int = 0
+    """Plans attached."""
+    rebinds: int = 0
+    """Steps served by a held plan."""
+    rebound_kv: int = 0
+    """Held plans re-pointed to another KV allocation."""
+    replans: dict[str, int] = field(default_factory=dict)
+    """Plans built although another was held, by reason."""
+    fresh_steps: int = 0
+    """Steps executed fresh (D1)."""
+    recordings: int = 0
+    """Traces taken."""
+    handovers: int = 0
+    """Generations that moved to a faster backend."""
+    plan_backend: str = "off"
+    prompt_tokens: int = 0
+    prompt_ms: float = 0.0
+    decode_steps: int = 0
+    decode_ms: float = 0.0
+
+    @property
+    def decode_ms_per_token(self) -> float:
+        """Mean wall time of a single-token step, milliseconds."""
+        return self.decode_ms / self.decode_steps if self.decode_steps else 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        """The published counters, ready for JSON."""
+        return {
+            "plans_built": self.plans_built,
+            "rebinds": self.rebinds,
+            "rebound_kv": self.rebound_kv,
+            "replans": dict(self.replans),
+            "fresh_steps": self.fresh_steps,
+            "recordings": self.recordings,
+            "handovers": self.handovers,
+            "plan_backend": self.plan_backend,
+            "prompt_ms": round(self.prompt_ms, 3),
+            "decode_ms_per_token": round(self.decode_ms_per_token, 3),
+        }
+
+    def copy(self) -> DecodeStats:
+        return replace(self, replans=dict(self.replans))
+
+
+class InferenceContext:
+    """Device, offset path and plan backend, and the sessions held for them.
+
+    offset_path: ``symbol`` (attention reads the live prefix), ``device`` (the write position is a tensor and attention
+    covers the capacity), ``auto`` (symbol on a CPU, device elsewhere). plan: ``auto``, ``off`` or a backend name.
+    max_sessions: how many held plans are kept, least recently used dropped first.
+    Raises BackendUnavailableError for words or devices that do not exist here.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        offset_path: str = "auto",
+        plan: str = "auto",
+        max_sessions: int = 4,
+    ) -> None:
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            raise BackendUnavailableError(
+                f"device {str(device)!r} cannot be used here ({str(error).splitlines()[0]}); use device='cpu'"
+            ) from error
+        if offset_path not in OFFSET_PATHS:
+            raise BackendUnavailableError(
+                f"offset_path: one of {', '.join(OFFSET_PATHS)} expected, found {offset_path!r}"
+            )
+        if max_sessions < 1:
+            raise BackendUnavailableError(f"max_sessions: at least 1 expected, found {max_sessions}")
+        self.offset_path = offset_path if offset_path != "auto" else "symbol" if self.device.type == "cpu" else "device"
+        self.backend = resolve_backend(plan, self.device)
+        self.max_sessions = max_sessions
+        self.stats = DecodeStats(plan_backend=self.backend)
+        self.plan_events: deque[PlanEvent] = deque(maxlen=_EVENTS_KEPT)
+        self.explain_plan = "plan" in os.environ.get("FUEL_LOG", "").split(",")
+        self.step = 0
+        self.lock = threading.RLock()
+        self._sessions: list[SessionSlot] = []
+
+    # -- held sessions ------------------------------------------------------------------------------
+
+    @property
+    def sessions(self) -> tuple[DecodeSession, ...]:
+        """Held sessions, most recently used first."""
+        return tuple(slot.session for slot in self._sessions if slot.session is not None)
+
+    def take_slot(self, now: SessionKey) -> tuple[SessionSlot, Difference | None]:
+        """The slot to use for a step that needs ``now``, and what kept the nearest other session from serving it.
+
+        A session of equal structure is chosen whatever its allocation. Sessions that can never serve again are let go.
+        """
+        for slot in self._sessions:
+            if slot.session is not None:
+                slot.session.release_if_orphaned()
+        self._sessions = [slot for slot in self._sessions if slot.session is not None]
+        nearest: Difference | None = None
+        for slot in self._sessions:
+            assert slot.session is not None
+            verdict = slot.session.verdict(now)
+            if verdict.validity is not Validity.STALE:
+                self._sessions.remove(slot)
+                return slot, None
+            same_model = slot.session.key.shape_key.get("instance") == now.shape_key.get("instance")
+            if nearest is None or (same_model and nearest.component == "instance"):
+                nearest = verdict.difference
+        return SessionSlot(), nearest
+
+    def put_slot(self, slot: SessionSlot) -> None:
+        """Keep a slot as the most recently used; evict beyond ``max_sessions``."""
+        if slot.session is None:
+            return
+        self._sessions.insert(0, slot)
+        while len(self._sessions) > self.max_sessions:
+            evicted = self._sessions.pop()
+            if evicted.session is not None:
+                evicted.session = None
+                self.record(Disposition.DROPPED, Reason.EVICTED, Difference("sessions", self.max_sessions + 1, self.max_sessions))
+
+    def drop_stale_epochs(self, now: SessionKey) -> Difference | None:
+        """Drop sessions of the same model whose weights have moved since: they can never be valid again."""
+        gone: Difference | None = None
+        for slot in list(self._sessions):
+            assert slot.session is not None
+            key = slot.session.key.shape_key
+            same_model = key.get("instance") == now.shape_key.get("instance")
+            if same_model and key.get("epoch") != now.shape_key.get("epoch"):
+                gone = Difference("epoch", key.get("epoch"), now.shape_key.get("epoch"))
+                slot.session = None
+                self._sessions.remove(slot)
+                self.record(Disposition.DROPPED, Reason.WEIGHTS_EPOCH, gone)
+        return gone
+
+    def drop_sessions(self) -> None:
+        """Drop every held session."""
+        with self.lock:
+            for slot in self._sessions:
+                slot.session = None
+                self.record(Disposition.DROPPED, Reason.ON_REQUEST)
+            self._sessions.clear()
+
+    # -- what happened --------------------------------------------------------------------------------
+
+    def record(self, disposition: Disposition, reason: Reason, difference: Difference | None = None) -> PlanEvent:
+        """Note a decision: the last 64 are kept, equal ones in a row as one."""
+        component = None if difference is None else difference.component
+        was, now = (None, None) if difference is None else (difference.was, difference.now)
+        last = self.plan_events[-1] if self.plan_events else None
+        if last is not None and (last.disposition, last.reason, last.component, last.was, last.now) == (
+            disposition,
+            reason,
+            component,
+            was,
+            now,
+        ):
+            event = replace(last, count=last.count + 1)
+            self.plan_events[-1] = event
+            return event
+        event = PlanEvent(self.step, disposition, reason, component, was, now)
+        self.plan_events.append(event)
+        log.debug("%s", event)
+        if self.explain_plan:
+            print(f"fuel plan: {event}", file=sys.stderr)
+        return event
+
+    def count_replan(self, reason: Reason) -> None:
+        self.stats.replans[reason.value] = self.stats.replans.get(reason.value, 0) + 1
+
+    def __repr__(self) -> str:
+        return f"InferenceContext({self.device}, offset_path={self.offset_path!r}, plan={self.backend!r}, held={len(self.sessions)})"
+
+

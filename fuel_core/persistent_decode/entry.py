@@ -1,0 +1,235 @@
+"""The calls: one that is fast by default, and the two it is made of.
+
+``forward_decode_step`` keeps its sessions on the context and is what to call. ``forward_with_kv_context`` (D1)
+executes fresh. ``forward_with_kv_context_persistent`` (D2) keeps its session where the caller says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fuel_core.backbone import DecodeBackbone
+from fuel_core.decode_shape import Difference
+from fuel_core.errors import DecodeError, TopologyChanged
+from fuel_core.kv_cache import KvCache
+from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, check_step, session_key
+from fuel_core.persistent_decode.context import InferenceContext
+from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
+from fuel_core.persistent_decode.session import Disposition, Reason, SessionKey, SessionSlot, Validity, reason_for
+
+__all__ = [
+    "drop_decode_session",
+    "forward_decode_step",
+    "forward_with_kv_context",
+    "forward_with_kv_context_persistent",
+    "refresh_decode_session",
+]
+
+
+def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int]:
+    """Token ids as a list of integers. Raises DecodeError for what is not one."""
+    if isinstance(token_ids, Tensor):
+        if token_ids.dim() != 1 or token_ids.dtype != torch.int64:
+            raise DecodeError(
+                f"{family}: token ids must be a list or a one-dimensional int64 tensor, found "
+                f"{list(token_ids.shape)} {token_ids.dtype}"
+            )
+        ids = token_ids.tolist()
+    else:
+        ids = list(token_ids)
+        if not all(type(i) is int for i in ids):
+            found = next(type(i).__name__ for i in ids if type(i) is not int)
+            raise DecodeError(f"{family}: token ids must be integers, found {found}")
+    for token_id in ids:
+        if not 0 <= token_id < vocab:
+            raise DecodeError(f"{family}: token ids must lie in 0..{vocab - 1}, found {token_id}")
+    return ids
+
+
+@contextmanager
+def _step(ctx: InferenceContext, cache: KvCache, n_tokens: int) -> Iterator[None]:
+    """One forward call: serialised per context, no autograd, timed; a failure leaves the cache where it was."""
+    with ctx.lock, torch.inference_mode(False), torch.no_grad():
+        ctx.step += 1
+        started = time.perf_counter()
+        try:
+            yield
+        except BaseException:
+            ctx.step -= 1
+            cache.abandon_step()
+            raise
+        elapsed = (time.perf_counter() - started) * 1e3
+        if n_tokens > 1:
+            ctx.stats.prompt_ms += elapsed
+            ctx.stats.prompt_tokens += n_tokens
+        else:
+            ctx.stats.decode_ms += elapsed
+            ctx.stats.decode_steps += 1
+
+
+def _fresh(
+    model: DecodeBackbone, ids: list[int], cache: KvCache, ctx: InferenceContext, all_positions: bool = False
+) -> Tensor:
+    built = build_decode_graph(model, DataConsts.BAKED, ids, cache, ctx, all_positions=all_positions)
+    cache.advance(ids)
+    ctx.stats.fresh_steps += 1
+    return built.logits[0] if all_positions else built.logits[0, -1]
+
+
+def forward_with_kv_context(
+    model: DecodeBackbone,
+    token_ids: Sequence[int] | Tensor,
+    cache: KvCache,
+    ctx: InferenceContext,
+    *,
+    all_positions: bool = False,
+) -> Tensor:
+    """Execute a step fresh (D1): prefill, multi-token verification, fallback. Held sessions stay as they are.
+
+    token_ids: list or int64 tensor ``[T]``. Returns float32 logits ``[vocab]`` of the last position, or
+    ``[T, vocab]``; they are the caller's own. Raises DecodeError and below; the cache has not moved then.
+    """
+    ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
+    with _step(ctx, cache, len(ids)):
+        return _fresh(model, ids, cache, ctx, all_positions)
+
+
+def refresh_decode_session(
+    slot: SessionSlot,
+    now: SessionKey,
+    cache: KvCache,
+    ctx: InferenceContext,
+    on_invalidate: Callable[[], None] | None = None,
+) -> Disposition:
+    """Decide what becomes of the session in ``slot`` for a step that needs ``now``, and note it.
+
+    VALID is kept. Otherwise ``on_invalidate`` runs first (it retires what reads the session, such as a captured graph,
+    even when the session itself survives). ALLOCATION_CHANGED is re-pointed, or dropped where the buffers do not fit
+    the recorded signature. STALE is dropped.
+    """
+    session = slot.session
+    if session is None:
+        return Disposition.ABSENT
+    verdict = session.verdict(now)
+    if verdict.validity is Validity.VALID:
+        ctx.record(Disposition.KEPT, Reason.UNCHANGED)
+        return Disposition.KEPT
+    if on_invalidate is not None:
+        on_invalidate()
+    assert verdict.difference is not None
+    reason = reason_for(verdict.difference.component)
+    difference: Difference | None = verdict.difference
+    if verdict.validity is Validity.ALLOCATION_CHANGED:
+        refusal = session.rebind_kv(cache, now)
+        if refusal is None:
+            ctx.stats.rebound_kv += 1
+            ctx.record(Disposition.REBOUND, Reason.ALLOCATION, verdict.difference)
+            return Disposition.REBOUND
+        reason, difference = Reason.REPOINT_REFUSED, Difference("kv", "as recorded", refusal)
+    slot.session = None
+    ctx.record(Disposition.DROPPED, reason, difference)
+    ctx.count_replan(reason)
+    return Disposition.DROPPED
+
+
+def drop_decode_session(slot: SessionSlot, ctx: InferenceContext) -> None:
+    """Drop the session in ``slot``, if there is one."""
+    if slot.session is not None:
+        slot.session = None
+        ctx.record(Disposition.DROPPED, Reason.ON_REQUEST)
+
+
+def _persistent(
+    model: DecodeBackbone,
+    ids: list[int],
+    cache: KvCache,
+    ctx: InferenceContext,
+    slot: SessionSlot,
+    nearest: Difference | None,
+    now: SessionKey | None = None,
+) -> Tensor:
+    """One single-token step through a held session. ``nearest``: what kept the nearest other session from serving."""
+    if now is None:
+        now = session_key(model, cache, ctx)
+    disposition = refresh_decode_session(slot, now, cache, ctx)
+    if disposition in (Disposition.KEPT, Disposition.REBOUND):
+        try:
+            logits = rebind_and_realize_prebuilt(model, ids, cache, ctx, slot.session)
+        except TopologyChanged:
+            slot.session = None
+            ctx.record(Disposition.DROPPED, Reason.TOPOLOGY_CHANGED)
+            ctx.count_replan(Reason.TOPOLOGY_CHANGED)
+            model._programs.clear()
+            return _fresh(model, ids, cache, ctx)
+        ctx.stats.rebinds += 1
+        return logits[0, -1]
+    if disposition is Disposition.ABSENT:
+        reason = Reason.FIRST_STEP if nearest is None else reason_for(nearest.component)
+        ctx.record(Disposition.ABSENT, reason, nearest)
+        if nearest is not None:
+            ctx.count_replan(reason)
+    built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx)
+    cache.advance(ids)
+    slot.session = built.session
+    ctx.stats.plans_built += 1
+    return built.logits[0, -1]
+
+
+def _runs_fresh(ids: list[int], ctx: InferenceContext) -> Reason | None:
+    if len(ids) != 1:
+        return Reason.MULTI_TOKEN
+    return Reason.PLAN_OFF if ctx.backend == "off" else None
+
+
+def forward_with_kv_context_persistent(
+    model: DecodeBackbone,
+    token_ids: Sequence[int] | Tensor,
+    cache: KvCache,
+    ctx: InferenceContext,
+    slot: SessionSlot,
+) -> Tensor:
+    """A step through the session the caller keeps in ``slot`` (D2): the first single token builds it.
+
+    A step of several tokens executes fresh beside the session and keeps it. Returns float32 logits ``[vocab]``.
+    Raises DecodeError and below; cache, context and session are as before then.
+    """
+    ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
+    with _step(ctx, cache, len(ids)):
+        fresh = _runs_fresh(ids, ctx)
+        if fresh is not None:
+            logits = _fresh(model, ids, cache, ctx)
+            ctx.record(Disposition.KEPT if slot.session else Disposition.ABSENT, fresh)
+            return logits
+        check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
+        return _persistent(model, ids, cache, ctx, slot, None)
+
+
+def forward_decode_step(
+    model: DecodeBackbone, token_ids: Sequence[int] | Tensor, cache: KvCache, ctx: InferenceContext
+) -> Tensor:
+    """A step through the sessions the context holds: the natural call, and the fast one.
+
+    token_ids: list or int64 tensor ``[T]``. One token runs on a held plan (built on the first), several execute fresh
+    and keep what is held. Returns float32 logits ``[vocab]``, the caller's own. Raises DecodeError and below; cache,
+    context and sessions are as before then.
+    """
+    ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
+    with _step(ctx, cache, len(ids)):
+        fresh = _runs_fresh(ids, ctx)
+        if fresh is not None:
+            logits = _fresh(model, ids, cache, ctx)
+            ctx.record(Disposition.KEPT if ctx.sessions else Disposition.ABSENT, fresh)
+            return logits
+        check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
+        now = session_key(model, cache, ctx)
+        moved = ctx.drop_stale_epochs(now)
+        slot, nearest = ctx.take_slot(now)
+        try:
+            return _persistent(model, ids, cache, ctx, slot, moved or nearest, now)
+        finally:
+            ctx.put_slot(slot)

@@ -1,0 +1,48 @@
+"""How a recorded step becomes something runnable. Internal until a second author exists.
+
+`recorded` runs everywhere. Others are named here so that asking for one says what there is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fuel_core.errors import BackendUnavailableError
+from fuel_core.plan_backends.recorded import HeldPlan
+from fuel_core.plan_backends.recording import Recording, StepProgram, record_program, recordings_made
+from fuel_core.plan_backends.segments import HIDDEN, Segment, SegmentBinding
+
+__all__ = [
+    "HIDDEN",
+    "PLAN_MODES",
+    "HeldPlan",
+    "Recording",
+    "Segment",
+    "SegmentBinding",
+    "StepProgram",
+    "record_program",
+    "recordings_made",
+    "resolve_backend",
+]
+
+PLAN_MODES = ("auto", "off", "recorded", "compiled", "cuda_graph")
+_BACKENDS = {"recorded": HeldPlan}
+
+
+def resolve_backend(plan: str, device: torch.device) -> str:
+    """The backend that ``plan`` means on ``device``: a name, or ``off``.
+
+    Raises BackendUnavailableError for a word that is no plan mode or a backend that is not there.
+    """
+    if plan not in PLAN_MODES:
+        raise BackendUnavailableError(f"plan: one of {', '.join(PLAN_MODES)} expected, found {plan!r}")
+    if plan == "off":
+        return "off"
+    if plan == "auto":
+        return "recorded"
+    if plan not in _BACKENDS:
+        raise BackendUnavailableError(
+            f"plan backend {plan!r} is not in this release (on {device}); use plan='auto', or one of off, "
+            f"{', '.join(_BACKENDS)}"
+        )
+    return plan

@@ -1,0 +1,300 @@
+"""Record a segment once, as ATen ops with every input open: bound data, state, weights, lengths.
+
+Recording happens on fake tensors at synthetic lengths, never at the live ones (a first token at position 0 would
+bake the 0), and is refused when a bound integer did not stay free. What was recorded is then run beside the segment
+itself at other lengths before anyone may hold it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fuel_core.errors import RecordingError
+from fuel_core.plan_backends.emit import emit_python
+from fuel_core.plan_backends.probe import ProbeLog, probe
+from fuel_core.plan_backends.segments import HIDDEN, Segment
+
+__all__ = ["Recording", "StepProgram", "record_program", "recordings_made"]
+
+# Hints of the bound integers and of the capacity while recording: distinct, above every small special case.
+_RECORD_AT = {"cached_len": 91, "attended_len": 92, "window_start": 37}
+_RECORD_CAPACITY = 257
+# Where the recording is checked: other lengths, another capacity, a window start of 0.
+_VERIFY_AT = {"cached_len": 5, "attended_len": 6, "window_start": 0}
+_VERIFY_CAPACITY = 11
+
+_TORCH_DIR = Path(torch.__file__).parent
+
+
+class Recording:
+    """One recorded segment: a graph whose placeholders are the inputs, the symbols and the weights, in that order.
+
+    Shared by every layer, session and model of equal structure. ``ops`` lists what it does; ``fingerprint`` changes
+    when that list does, which is how a held plan notices that it is no longer what was built.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule, tensors: Sequence[str], symbols: Sequence[str], n_weights: int):
+        self.graph_module = graph_module
+        self.tensors = tuple(tensors)
+        self.symbols = tuple(symbols)
+        self.n_weights = n_weights
+        self._refresh()
+
+    def _refresh(self) -> None:
+        graph = self.graph_module.graph
+        self.ops: tuple[str, ...] = tuple(_op_name(n.target) for n in graph.nodes if n.op == "call_function")
+        lines = (f"{n.op} {n.name} {_op_name(n.target)} {n.args} {n.kwargs}" for n in graph.nodes)
+        self.fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        names = (*self.tensors, *self.symbols)
+        self.reads = frozenset(name for name, node in zip(names, placeholders, strict=False) if node.users)
+        self.run: Callable[..., Tensor] = emit_python(self.graph_module)
+
+    def users_of(self, name: str) -> tuple[str, ...]:
+        """The ops that read the input called ``name``."""
+        placeholders = [n for n in self.graph_module.graph.nodes if n.op == "placeholder"]
+        node = placeholders[(*self.tensors, *self.symbols).index(name)]
+        return tuple(_op_name(user.target) for user in node.users)
+
+    def rewrite(self, change: Callable[[fx.Graph], None]) -> None:
+        """Change the graph in place. Every plan that holds this recording will refuse to run and be rebuilt."""
+        change(self.graph_module.graph)
+        self.graph_module.recompile()
+        self._refresh()
+
+
+def _op_name(target: Any) -> str:
+    return getattr(target, "__name__", None) or str(target) if not isinstance(target, torch._ops.OpOverload) else str(target)
+
+
+@dataclass(frozen=True)
+class ProgramSegment:
+    """One segment of one model: the recording it shares and its own weights."""
+
+    name: str
+    recording: Recording
+    weights: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """A whole step of one model, recorded: what a session attaches bound data and KV buffers to."""
+
+    segments: tuple[ProgramSegment, ...]
+    recorded_now: int
+    """How many traces building this program took (0 when all were shared)."""
+
+    @property
+    def ops(self) -> tuple[str, ...]:
+        """Every op of a step, in order."""
+        return tuple(op for segment in self.segments for op in segment.recording.ops)
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the bound inputs that any segment reads."""
+        return frozenset().union(*(segment.recording.reads for segment in self.segments))
+
+
+@dataclass
+class _Shared:
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    by_log: dict[Hashable, Recording] = field(default_factory=dict)
+    made: int = 0
+
+
+_shared = _Shared()
+
+
+def recordings_made() -> int:
+    """Traces made by this process so far."""
+    return _shared.made
+
+
+def record_program(
+    segments: Sequence[Segment],
+    examples: Sequence[Mapping[str, Tensor]],
+    owned: Sequence[Tensor],
+    family: str,
+) -> StepProgram:
+    """Record a step. Segments that do the same share one recording, across models too.
+
+    examples: for each segment, tensors with the right shape, dtype and device but the capacity (their values are not
+    read). owned: the model's parameters and buffers. Raises RecordingError naming the family and the segment.
+    """
+    by_id = {id(tensor): tensor for tensor in owned}
+    before = _shared.made
+    program: list[ProgramSegment] = []
+    hidden: Tensor | None = None
+    with _shared.lock:
+        for segment, example in zip(segments, examples, strict=True):
+            where = f"{family}::{segment.name}"
+            scratch = _scratch(segment, example, hidden, _RECORD_CAPACITY)
+            symbols = {name: _RECORD_AT[name] for name in segment.symbols}
+            log = probe(segment.call, scratch, symbols, by_id, where)
+            hidden = log.output
+            key = (torch.__version__, segment.tensors, segment.symbols, _metas(segment, scratch), log.ops)
+            recording = _shared.by_log.get(key)
+            if recording is None:
+                recording = _record(segment, scratch, log, where)
+                _verify(segment, recording, scratch, log, where)
+                _shared.by_log[key] = recording
+                _shared.made += 1
+            program.append(ProgramSegment(segment.name, recording, log.weights))
+    return StepProgram(tuple(program), _shared.made - before)
+
+
+def _metas(segment: Segment, tensors: Mapping[str, Tensor]) -> Hashable:
+    return tuple((n, tuple(t.shape), t.dtype, str(t.device)) for n, t in ((n, tensors[n]) for n in segment.tensors))
+
+
+def _scratch(
+    segment: Segment, example: Mapping[str, Tensor], hidden: Tensor | None, capacity: int
+) -> dict[str, Tensor]:
+    """Small tensors to run a segment on: everything as in the example, the capacity as given."""
+    generator = torch.Generator().manual_seed(0)
+    scratch: dict[str, Tensor] = {}
+    for name in segment.tensors:
+        like = hidden if name == HIDDEN else example[name]
+        assert like is not None
+        shape = list(like.shape)
+        if name in segment.capacity_axis:
+            shape[segment.capacity_axis[name]] = capacity
+        if like.dtype.is_floating_point:
+            values = torch.randn(shape, generator=generator) * 0.5
+            scratch[name] = values.to(device=like.device, dtype=like.dtype)
+        else:
+            # A valid token id and a valid write offset, and not the 0 that would hide a baked offset.
+            scratch[name] = torch.ones(shape, dtype=like.dtype, device=like.device)
+    return scratch
+
+
+def _record(segment: Segment, scratch: Mapping[str, Tensor], log: ProbeLog, where: str) -> Recording:
+    # Imported here: tracing pulls in sympy and more, and a process that only lists families must not pay for it.
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    # Without these two, 0 and 1 and sizes that happen to be equal would be taken for constants.
+    shape_env = ShapeEnv(specialize_zero_one=False, duck_shape=False)
+    fake_mode = FakeTensorMode(shape_env=shape_env, allow_non_fake_inputs=True)
+
+    def symbol(name: str, hint: int) -> Any:
+        source = ConstantSource(f"fuel_{name}")
+        created = shape_env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None)
+        return shape_env.create_symintnode(created, hint=hint, source=source)
+
+    capacity = symbol("capacity", _RECORD_CAPACITY)
+    integers = [symbol(name, _RECORD_AT[name]) for name in segment.symbols]
+    with fake_mode:
+        fakes = []
+        for name in segment.tensors:
+            real = scratch[name]
+            shape: list[Any] = list(real.shape)
+            if name in segment.capacity_axis:
+                shape[segment.capacity_axis[name]] = capacity
+            fakes.append(torch.empty(shape, dtype=real.dtype, device=real.device))
+
+    def flat(*values: Any) -> Tensor:
+        tensors = dict(zip(segment.tensors, values[: len(fakes)], strict=True))
+        return segment.call(tensors, dict(zip(segment.symbols, values[len(fakes) :], strict=True)))
+
+    try:
+        traced = make_fx(flat, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes, *integers)
+    except RecordingError:
+        raise
+    except Exception as error:
+        raise RecordingError(
+            f"{where}: cannot be recorded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
+            "run it with plan='off', and see docs/decode-plans.md for what a layer may do"
+        ) from error
+    _refuse_looks_at_integers(shape_env, traced, segment, len(fakes), where)
+    _lift_weights(traced, log.weights, where)
+    _simplify(traced)
+    return Recording(traced, segment.tensors, segment.symbols, len(log.weights))
+
+
+def _refuse_looks_at_integers(shape_env: Any, traced: fx.GraphModule, segment: Segment, n_tensors: int, where: str) -> None:
+    """Every bound integer must still be free, and no Python code outside torch may have branched on one.
+
+    Guards that torch itself takes while it lays out fake tensors (contiguity, sizes of 0 and 1) say nothing about the
+    recorded ops: those dispatch again at every replay.
+    """
+    if shape_env.replacements:
+        raise RecordingError(
+            f"{where}: a bound integer was turned into a constant ({shape_env.replacements}); a layer must not convert "
+            "cached_len, attended_len or window_start to a number or a tensor. Use the layers functions, or plan='off'"
+        )
+    placeholders = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    for name, node in zip(segment.symbols, placeholders[n_tensors:], strict=True):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or not value.node.expr.free_symbols:
+            raise RecordingError(f"{where}: the bound integer {name} was baked into the recording as {value!r}")
+    for guard in shape_env.guards:
+        location = getattr(guard.sloc, "framework_loc", None)
+        filename = getattr(location, "filename", None) or str(location)
+        if filename and location is not None and not Path(filename).is_relative_to(_TORCH_DIR):
+            raise RecordingError(
+                f"{where}: branches on a length ({guard.expr}) at {Path(filename).name}:{getattr(location, 'lineno', '?')}"
+                "; a held plan would keep that branch. Use the layers functions, or plan='off'"
+            )
+
+
+def _lift_weights(traced: fx.GraphModule, weights: Sequence[Tensor], where: str) -> None:
+    """Turn the weights that tracing found as constants into placeholders, in the probe's order."""
+    graph = traced.graph
+    index = {id(tensor): i for i, tensor in enumerate(weights)}
+    last = [node for node in graph.nodes if node.op == "placeholder"][-1]
+    with graph.inserting_after(last):
+        for i in reversed(range(len(weights))):
+            graph.placeholder(f"weight_{i}")
+    lifted = [node for node in graph.nodes if node.op == "placeholder"][-len(weights) :] if weights else []
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        value = getattr(traced, str(node.target))
+        if id(value) in index:
+            node.replace_all_uses_with(lifted[index[id(value)]])
+            graph.erase_node(node)
+        elif isinstance(value, Tensor) and value.numel() > 64:
+            raise RecordingError(
+                f"{where}: reads a tensor of shape {list(value.shape)} that its probe did not; a layer must do the same "
+                "at every position"
+            )
+    traced.recompile()
+
+
+def _simplify(traced: fx.GraphModule) -> None:
+    """Drop casts to the dtype a tensor already has: dtypes are baked, so they never do anything."""
+    graph = traced.graph
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.to.dtype and len(node.args) == 2:
+            source = node.args[0].meta.get("val")
+            if isinstance(source, Tensor) and source.dtype == node.args[1] and not node.kwargs:
+                node.replace_all_uses_with(node.args[0])
+                graph.erase_node(node)
+    graph.lint()
+    traced.recompile()
+
+
+def _verify(segment: Segment, recording: Recording, scratch: Mapping[str, Tensor], log: ProbeLog, where: str) -> None:
+    """Run the recording beside the segment at other lengths and another capacity; both must agree bit for bit."""
+    symbols = {name: _VERIFY_AT[name] for name in segment.symbols}
+    theirs = _scratch(segment, scratch, scratch.get(HIDDEN), _VERIFY_CAPACITY)
+    ours = {name: tensor.clone() for name, tensor in theirs.items()}
+    expected = segment.call(theirs, symbols)
+    found = recording.run(*ours.values(), *symbols.values(), *log.weights)
+    pairs = [(expected, found), *((theirs[name], ours[name]) for name in theirs)]
+    for a, b in pairs:
+        # Exact: the recording calls the same kernels on the same values. NaN may stand where NaN stands.
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+            raise RecordingError(
+                f"{where}: the recording differs from the layer at other lengths than it was recorded at; the layer "
+                "reads something that is neither bound nor baked. Run it with plan='off'"
+            )
