@@ -326,12 +326,12 @@ def _preferences() -> dict[str, str]:
     return chosen
 
 
-def _distributions() -> Iterator[importlib_metadata.Distribution]:
+def _distributions() -> Iterator[importlib_metadata.IDistribution]:
     """Distributions that publish something of ours, each name once.
 
     Where a name is installed twice, the first on `sys.path` counts: its modules are the ones that would be imported.
     """
-    found: dict[str, importlib_metadata.Distribution] = {}
+    found: dict[str, importlib_metadata.IDistribution] = {}
     for distribution in importlib_metadata.distributions():
         try:
             # Parsing every METADATA would dominate the listing; the raw text rules nearly all of them out.
@@ -359,7 +359,7 @@ def _scan() -> list[FamilyRecord]:
     return records
 
 
-def _records_of(distribution: importlib_metadata.Distribution) -> list[FamilyRecord]:
+def _records_of(distribution: importlib_metadata.IDistribution) -> list[FamilyRecord]:
     modules: dict[str, dict[int, str]] = {}  # family -> API number -> module
     unreadable: dict[str, str] = {}  # family -> group whose last part is no number
     claims: dict[str, list[tuple[str, str]]] = {_MODEL_TYPES: [], _GGUF_ARCHITECTURES: []}

@@ -39,6 +39,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return 0
+    except SystemExit as leaving:
+        # rich ends the process with 1 when the pipe it prints to is closed.
+        if isinstance(leaving.__context__, BrokenPipeError):
+            return 0
+        raise
     except (KeyboardInterrupt, Abort):
         return _INTERRUPTED
     except TyperException as error:

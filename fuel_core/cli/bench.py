@@ -22,8 +22,8 @@ from fuel_core.cli.options import (
     Threads,
     Weights,
 )
-from fuel_core.cli.output import note, print_json, stdout_console, table
-from fuel_core.cli.reply import plan_text, stats_dict
+from fuel_core.cli.output import print_json, stdout_console, table
+from fuel_core.cli.reply import explain, plan_text
 
 if TYPE_CHECKING:
     from fuel_core.kv_cache import KvCache
@@ -101,8 +101,7 @@ def bench(
     else:
         _print(report, held)
     if explain_plan:
-        for event in held.ctx.plan_events:
-            note(f"plan: {event}")
+        explain(held.ctx)
 
 
 def _measure(
@@ -136,8 +135,8 @@ def _measure(
         "d2_tokens_per_second": 1 / median(held.seconds_per_token),
         "d2_over_d1": median(ratios),
         "tokens_equal": fresh.token_ids == held.token_ids,
-        "d1_stats": stats_dict(fresh.ctx.stats),
-        "d2_stats": stats_dict(held.ctx.stats),
+        "d1_stats": fresh.ctx.stats.as_dict(),
+        "d2_stats": held.ctx.stats.as_dict(),
     }
     return report, held
 

@@ -10,9 +10,9 @@ from fuel_core.cli.output import note, print_json
 
 if TYPE_CHECKING:
     from fuel_core.llm import Completion, LanguageModel, TextStream
-    from fuel_core.persistent_decode import DecodeStats
+    from fuel_core.persistent_decode import DecodeStats, InferenceContext
 
-__all__ = ["plan_text", "print_reply", "prompt_text", "stats_dict"]
+__all__ = ["explain", "plan_text", "print_reply", "prompt_text"]
 
 
 def prompt_text(prompt: str | None) -> str:
@@ -25,7 +25,10 @@ def prompt_text(prompt: str | None) -> str:
 
 
 def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_plan: bool) -> None:
-    """Print a reply: as text while it is generated, or as one JSON object once it is complete."""
+    """Print a reply: as text while it is generated, or as one JSON object once it is complete.
+
+    With `explain_plan` the decisions about the plan follow on stderr (FUEL_LOG=plan prints each as it is taken).
+    """
     with stream:
         for piece in stream:
             if not json:
@@ -40,8 +43,13 @@ def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_p
         sys.stdout.flush()
         note(_summary(done))
     if explain_plan:
-        for event in llm.context.plan_events:
-            note(f"plan: {event}")
+        explain(llm.context)
+
+
+def explain(ctx: InferenceContext) -> None:
+    """Print what happened to the context's held plans, oldest first."""
+    for event in ctx.plan_events:
+        note(f"fuel plan: {event}")
 
 
 def plan_text(stats: DecodeStats) -> str:
@@ -70,19 +78,14 @@ def _summary(done: Completion) -> str:
 
 
 def _as_json(llm: LanguageModel, done: Completion, explain_plan: bool) -> dict[str, Any]:
-    report = {
+    report: dict[str, Any] = {
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
         "usage": {**asdict(done.usage), "total_tokens": done.usage.total_tokens},
         "tokens_per_second": _per_second(done.stats),
-        "stats": stats_dict(done.stats),
+        "stats": done.stats.as_dict(),
     }
     if explain_plan:
         report["plan_events"] = [str(event) for event in llm.context.plan_events]
     return report
-
-
-def stats_dict(stats: DecodeStats) -> dict[str, Any]:
-    """The counters as JSON-ready values."""
-    return {name: dict(value) if name == "replans" else value for name, value in asdict(stats).items()}
