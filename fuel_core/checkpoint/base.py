@@ -76,6 +76,10 @@ class Checkpoint(ABC):
         """One tensor, on the CPU. It may share memory with the file mapping (private: writes never reach the file)."""
 
     @abstractmethod
+    def is_mapped(self, name: str) -> bool:
+        """Whether `tensor(name)` is the file mapping itself rather than a copy."""
+
+    @abstractmethod
     def tokenizer_files(self) -> TokenizerSource:
         """What the checkpoint says about its tokenizer, templates and stop ids."""
 

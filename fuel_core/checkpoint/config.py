@@ -439,7 +439,7 @@ class ConfigReader:
         Raises ConfigError for an unknown type (listing the known ones), a missing base with no family default, a
         missing or impossible number.
         """
-        block, place = self._rope_block(layer_type, scaled)
+        block, place = self._rope_block(layer_type, theta_key, scaled)
         word = block.get("rope_type", block.get("type"))
         if word is None:
             word = "default"
@@ -620,29 +620,42 @@ class ConfigReader:
             )
         return groups
 
-    def _rope_block(self, layer_type: _Str | None, scaled: _Bool) -> tuple[Mapping[_Str, Any], _Str]:
-        for key in ("rope_parameters", "rope_scaling"):
+    def _rope_block(self, layer_type: _Str | None, theta_key: _Str, scaled: _Bool) -> tuple[Mapping[_Str, Any], _Str]:
+        blocks: dict[_Str, Mapping[_Str, Any]] = {}
+        for key in ("rope_scaling", "rope_parameters"):
             block = self.raw.get(key)
-            if block is None:
-                continue
-            place = f"{self.raw.source(key)}: {key}"
-            if not isinstance(block, Mapping):
+            if block is not None and not isinstance(block, Mapping):
                 raise self._wrong(key, "an object", block)
-            nested = {k: v for k, v in block.items() if isinstance(v, Mapping)}
-            if nested:
-                if layer_type is None and len({repr(sorted(v.items())) for v in nested.values()}) == 1:
-                    layer_type = next(iter(nested))
-                if layer_type not in nested:
-                    raise ConfigError(
-                        f"{place}: expected one RoPE block"
-                        f"{f' for layer type {layer_type!r}' if layer_type else ''}, found one per layer type "
-                        f"({', '.join(sorted(nested))}){self._for()}; the family must say which layers use which"
-                    )
-                return nested[layer_type], f"{place}: {layer_type}"
-            if not scaled and not (key == "rope_parameters" and len(block) == 0):
-                break
-            return block, place
-        return {}, self._place("rope_theta")
+            if block:
+                blocks[key] = block
+        if not blocks:
+            return {}, self._place("rope_theta")
+        key, block = next(iter(blocks.items()))
+        place = f"{self.raw.source(key)}: {key}"
+        nested = {k: v for k, v in block.items() if isinstance(v, Mapping)}
+        if len(blocks) == 2:
+            newer = blocks["rope_parameters"]
+            if nested or any(isinstance(v, Mapping) for v in newer.values()):
+                raise ConfigError(
+                    f"{place}: expected one of rope_scaling and rope_parameters, found both, one of them per layer type"
+                    f"{self._for()}; remove the one that is not meant"
+                )
+            # An older key added to a newer file is an edit by hand: its scaling counts, the base stays what it was.
+            block = {**{k: newer[k] for k in ("rope_theta", "partial_rotary_factor") if k in newer}, **block}
+        if nested:
+            if layer_type is None and len({repr(sorted(v.items())) for v in nested.values()}) == 1:
+                layer_type = next(iter(nested))
+            if layer_type not in nested:
+                raise ConfigError(
+                    f"{place}: expected one RoPE block{f' for layer type {layer_type!r}' if layer_type else ''}, found "
+                    f"one per layer type ({', '.join(sorted(nested))}){self._for()}; the family must say which layers "
+                    "use which"
+                )
+            return nested[layer_type], f"{place}: {layer_type}"
+        if not scaled:
+            own = ("rope_theta", "partial_rotary_factor") if theta_key == "rope_theta" else ()
+            return {k: block[k] for k in own if k in block}, place
+        return block, place
 
     def _rope_theta(self, block: Mapping[_Str, Any], place: _Str, key: _Str) -> tuple[_Float, _Str]:
         if block.get("rope_theta") is not None:

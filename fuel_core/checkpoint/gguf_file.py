@@ -6,6 +6,7 @@ name tables and block dequantisation are used. Which family serves an architectu
 
 from __future__ import annotations
 
+import math
 import mmap
 import re
 from collections.abc import Mapping
@@ -108,12 +109,15 @@ class GgufCheckpoint(Checkpoint):
     def tensor(self, name: str) -> torch.Tensor:
         stored = self._names[name]
         tensor = self._read(self.header.tensors[stored])
-        block = _BLOCK.fullmatch(stored)
-        if block and self._architecture in published.permuted_architectures():
-            heads = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(block[2].split(".")[0])
-            if heads is not None:
-                return _unpermute(tensor, self._head_count(heads, int(block[1])), stored)
-        return tensor
+        permuted = self._permuted(stored)
+        if permuted is None:
+            return tensor
+        heads, layer = permuted
+        return _unpermute(tensor, self._head_count(heads, layer), f"{self.path}: tensor {stored!r}")
+
+    def is_mapped(self, name: str) -> bool:
+        stored = self._names[name]
+        return self.header.tensors[stored].type_name in _PLAIN and self._permuted(stored) is None
 
     def tokenizer_files(self) -> TokenizerSource:
         meta = self.header.metadata
@@ -143,6 +147,14 @@ class GgufCheckpoint(Checkpoint):
                 f"{', '.join(sorted((*_PLAIN, *_QUANTIZED)))}; convert or download the model in one of them"
             )
         return _dequantize(self._map, entry)
+
+    def _permuted(self, stored: str) -> tuple[str, int] | None:
+        """Config key of the head count and layer number of a tensor whose rows the converter reordered."""
+        block = _BLOCK.fullmatch(stored)
+        if block is None or self._architecture not in published.permuted_architectures():
+            return None
+        key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(block[2].split(".")[0])
+        return None if key is None else (key, int(block[1]))
 
     def read_small(self, stored: str) -> tuple[float, ...] | None:
         """Values of a float32 vector under its name in the file; None if the file has none."""
@@ -326,9 +338,12 @@ def _put_rope(
 
     scaling: dict[str, Any] = {}
     kind = meta.get(f"{prefix}rope.scaling.type")
-    for key, name in renamed.items():
-        if f"{prefix}rope.scaling.{key}" in meta:
-            scaling[name] = meta[f"{prefix}rope.scaling.{key}"]
+    for full, value in meta.items():
+        if full.startswith(f"{prefix}rope.scaling."):
+            key = full.removeprefix(f"{prefix}rope.scaling.")
+            if key != "type":
+                # A key without a known meaning stays in the block under its own name, and the reader refuses it there.
+                scaling[renamed.get(key, f"gguf:{key}")] = value
     long, short, divisors = (ck.read_small(n) for n in (_ROPE_LONG, _ROPE_SHORT, _ROPE_DIVISORS))
     source = f"gguf: {prefix}rope.scaling"
     if divisors is not None:
@@ -345,7 +360,12 @@ def _put_rope(
         scaling |= {"rope_type": "linear", "factor": meta[f"{prefix}rope.scale_linear"]}
     elif "factor" in scaling:
         scaling["rope_type"] = "linear"
-    if published.rope_behaviour(str(scaling.get("rope_type", "default"))) != "default":
+    behaviour = published.rope_behaviour(str(scaling.get("rope_type", "default")))
+    magnitude, factor = scaling.get("attention_factor"), scaling.get("factor")
+    if behaviour == "yarn" and isinstance(magnitude, float) and isinstance(factor, float) and factor > 1.0:
+        # In a GGUF file this number multiplies the formula; in a config it replaces it.
+        scaling["attention_factor"] = magnitude * (0.1 * math.log(factor) + 1.0)
+    if behaviour != "default":
         put("rope_scaling", scaling, source)
 
 
@@ -369,7 +389,7 @@ def _unpermute(tensor: torch.Tensor, heads: int, stored: str) -> torch.Tensor:
     rows = tensor.shape[0]
     if rows % (2 * heads):
         raise CheckpointCorruptError(
-            f"tensor {stored!r}: expected rows in pairs for {heads} heads, found {rows} rows; convert the model again"
+            f"{stored}: expected rows in pairs for {heads} heads, found {rows} rows; convert the model again"
         )
     pairs = tensor.reshape(heads, rows // heads // 2, 2, *tensor.shape[1:])
     return pairs.transpose(1, 2).reshape(tensor.shape).contiguous()

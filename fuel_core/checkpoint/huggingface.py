@@ -38,6 +38,8 @@ _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
 _PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+# Pickles that training leaves beside a model; no weights are in them.
+_TRAINING_FILES: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _HEADER_LIMIT: Final = 100_000_000
 
 _DTYPES: Final = {
@@ -83,8 +85,15 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._files: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
         self._open: dict[Path, Any] = {}
-        for file in _weight_files(path):
+        files, indexed = _weight_files(path)
+        for file in files:
             self._add_file(file)
+        absent = [name for name in indexed if name not in self._files]
+        if absent:
+            raise CheckpointCorruptError(
+                f"{path / _INDEX}: expected every tensor it names in the files it names, found {len(absent)} in none: "
+                f"{', '.join(absent[:5])}; download the folder again"
+            )
         raw = RawConfig.from_config(self._config)
         if raw.dtype_key is None:
             stored = _usual_dtype(self._infos)
@@ -116,6 +125,9 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"{path}: tensor {name!r} cannot be read ({_one_line(exc)}); download the file again"
             ) from exc
         return tensor
+
+    def is_mapped(self, name: str) -> bool:
+        return name in self._files
 
     def close(self) -> None:
         self._open.clear()
@@ -210,10 +222,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             ) from exc
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder that together are its model, in order; [] if it holds only a config."""
+def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """The safetensors files that together are the model ([] for a folder with only a config), and the tensors an
+    index promises in them.
+    """
     if (folder / _SINGLE).is_file():
-        return [folder / _SINGLE]
+        return [folder / _SINGLE], []
     if (folder / _INDEX).is_file():
         return _indexed_files(folder)
     found = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("adapter_"))
@@ -233,23 +247,25 @@ def _weight_files(folder: Path) -> list[Path]:
         ]
         if missing:
             raise _missing_shards(folder, missing)
-        return [f for f, _ in mine]
+        return [f for f, _ in mine], []
     if len(found) > 1:
         raise UnsupportedCheckpointError(
             f"{folder}: expected model.safetensors or {_INDEX}, found {', '.join(f.name for f in found)}; "
             "keep the one that is the model"
         )
     if not found:
-        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES and f.is_file())
+        pickles = sorted(
+            f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES and not f.name.startswith(_TRAINING_FILES)
+        )
         if pickles:
             raise UnsupportedCheckpointError(
                 f"{folder}: expected safetensors files, found only {', '.join(pickles[:3])} (pickle files can run code "
                 "when read, so they are refused); convert them to safetensors or use a checkpoint that has them"
             )
-    return found
+    return found, []
 
 
-def _indexed_files(folder: Path) -> list[Path]:
+def _indexed_files(folder: Path) -> tuple[list[Path], list[str]]:
     index = folder / _INDEX
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -265,7 +281,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise _missing_shards(folder, missing)
-    return [folder / name for name in names]
+    return [folder / name for name in names], list(weight_map)
 
 
 def _is_plain_name(name: object) -> bool:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["hub_cache_folder", "open_checkpoint"]
 
 _HUB_ID: Final = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?)(?:@(?P<revision>[\w.-]+))?")
+_FILE_SUFFIXES: Final = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".pth")
 _ADAPTER: Final = "adapter_config.json"
 
 
@@ -28,7 +29,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises CheckpointNotFoundError (nothing there, or not all of it), CheckpointCorruptError (the bytes contradict
     themselves), UnsupportedCheckpointError (a form that is refused by name) or ConfigError.
     """
-    text = os.fspath(path)
+    try:
+        return _open(os.fspath(path))
+    except PermissionError as exc:
+        raise CheckpointNotFoundError(
+            f"{path}: expected a readable checkpoint, found no permission to read {exc.filename}; change its mode"
+        ) from exc
+
+
+def _open(text: str) -> Checkpoint:
     place = Path(text).expanduser()
     if place.is_dir():
         return _open_folder(place)
@@ -125,7 +134,7 @@ def _repo_of(folder: Path) -> str:
 def _hub_snapshot(text: str) -> Path:
     """Folder of a Hub id's snapshot in the local cache."""
     match = _HUB_ID.fullmatch(text)
-    if match is None:
+    if match is None or text.endswith(_FILE_SUFFIXES):
         raise CheckpointNotFoundError(
             f"{text}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; check it"
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from fuel_core.errors import UnsupportedCheckpointError, WeightsError
+from fuel_core.errors import ConfigError, UnsupportedCheckpointError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +29,7 @@ _READABLE: Final = _FLOATING | {"int64", "int32", "int16", "int8", "uint8", "boo
 _HEAD: Final = "lm_head.weight"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 # Buffers that old checkpoints store and every model works out for itself.
-_RECOMPUTED: Final = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
+_RECOMPUTED: Final = (".rotary_emb.inv_freq",)
 _SHOWN: Final = 10
 
 
@@ -116,7 +116,7 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
         ):
             wanted = torch.float32
         stored = tensor.to(wanted)
-        if stored is tensor and info.dtype_name == str(tensor.dtype).removeprefix("torch."):
+        if stored is tensor and ck.is_mapped(name):
             mapped_bytes += tensor.nbytes
         set_bytes += stored.nbytes
         _store(backbone, parameter, stored)
@@ -142,6 +142,12 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
 
 def _target_dtype(weights: str, ck: Checkpoint) -> str:
     if weights == "auto":
+        key = ck.raw.dtype_key
+        if key is not None and ck.raw.dtype is None:
+            raise ConfigError(
+                f"{ck.raw.source(key)}: expected {key!r} to be float32, bfloat16 or float16, found {ck.raw[key]!r}; "
+                "correct the config or say weights="
+            )
         return ck.raw.dtype or "float32"
     name = WEIGHT_FORMATS.get(weights, weights if weights in WEIGHT_FORMATS.values() else None)
     if name is None:
@@ -169,6 +175,13 @@ def _tied_pairs(backbone: nn.Module, slots: Mapping[str, torch.Tensor]) -> list[
         pairs = [(_HEAD, _EMBEDDING)] if _HEAD in slots else []
     else:
         pairs = []
+    # A module that ties at build time has one Parameter under two names; it must stay one.
+    first: dict[int, str] = {}
+    listed = {parameter for parameter, _ in pairs}
+    for name, slot in slots.items():
+        owner = first.setdefault(id(slot), name)
+        if owner != name and name not in listed and owner not in listed:
+            pairs.append((name, owner))
     unknown = [name for pair in pairs for name in pair if name not in slots]
     if unknown:
         raise WeightsError(
