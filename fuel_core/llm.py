@@ -58,8 +58,9 @@ def load(
     """Load a checkpoint: a Hugging Face folder, a .gguf file, or a Hub id present in the local Hub cache.
 
     - `weights`: format the parameters are stored in; "auto" keeps the checkpoint's.
-    - `dtype`: dtype of activations and KV cache; "auto" is the checkpoint's dtype, but float32 on a CPU where weights
-      are compressed (16-bit products are slower there). "f32" and "float32" are the same word.
+    - `dtype`: dtype of activations and KV cache; "auto" is the dtype the weights were loaded in (the checkpoint's,
+      unless `weights` names another), but float32 on a CPU where weights are compressed (16-bit products are slower
+      there). "f32" and "float32" are the same word.
     - `max_seq_len`: fixes the capacity of every KV cache, in positions; None starts small and doubles up to the
       model's limit.
     - `plan`: "auto", "off", "recorded", "compiled" or "cuda_graph".
@@ -82,14 +83,14 @@ def load(
     config = serving.resolve_config(checkpoint.raw)
     with torch.device("meta"):
         backbone = serving.build(config)
-    load_weights(backbone, checkpoint, serving, weights=weights)
+    report = load_weights(backbone, checkpoint, serving, weights=weights)
     backbone.eval().requires_grad_(False)
     if place.type != "cpu":
         backbone.to(place)
     return LanguageModel(
         backbone,
         checkpoint=checkpoint,
-        dtype=_activation_dtype(dtype, backbone, device=place),
+        dtype=_activation_dtype(dtype, backbone, report.dtype, device=place),
         device=place,
         max_seq_len=max_seq_len,
         plan=plan,
@@ -385,7 +386,7 @@ class LanguageModel:
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
                 raise GenerationError(f"prompt: a text or a list of token ids expected, found {type(prompt).__name__}")
-            return list(prompt)
+            return [*prompt]
         ids = self.tokenizer.encode(prompt)
         if ids:
             return ids
@@ -518,11 +519,14 @@ def _dtype_word(dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _activation_dtype(dtype: str | torch.dtype, backbone: DecodeBackbone, *, device: torch.device) -> torch.dtype:
+def _activation_dtype(
+    dtype: str | torch.dtype, backbone: DecodeBackbone, loaded: str, *, device: torch.device
+) -> torch.dtype:
+    """The dtype that is named; for "auto" the one the weights were `loaded` in, unless they are compressed."""
     named = _dtype_word(dtype)
     if named is not None:
         return named
-    compressed = any(getattr(module, "packed_format", None) is not None for module in backbone.modules())
-    if compressed and device.type == "cpu":
-        return torch.float32
-    return _DTYPES[getattr(backbone.config, "dtype", None) or "float32"]
+    if any(getattr(module, "packed_format", None) is not None for module in backbone.modules()):
+        # What packed weights hold has no dtype of its own; the config still says what the model was trained in.
+        return torch.float32 if device.type == "cpu" else _DTYPES[getattr(backbone.config, "dtype", None) or "float32"]
+    return _DTYPES[loaded]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -153,32 +154,22 @@ class _ByteFallback(_Stage):
             return [_REPLACEMENT] * len(run)
 
 
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
 def _byte_of(token: str) -> int | None:
-    if len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
-        return None
-    try:
-        return int(token[3:5], 16)
-    except ValueError:
-        return None
+    match = _BYTE_TOKEN.fullmatch(token)
+    return None if match is None else int(match[1], 16)
 
 
 class _StripEach(_Stage):
-    """Drops up to `start` leading and `stop` trailing `content` characters of every token."""
+    """Drops up to `start` leading `content` characters of every token."""
 
-    def __init__(self, content: str, start: int, stop: int) -> None:
-        self._content, self._start, self._stop = content, start, stop
+    def __init__(self, content: str, start: int) -> None:
+        self._content, self._start = content, start
 
     def push(self, tokens: list[str]) -> list[str]:
-        return [self._strip(token) for token in tokens]
-
-    def _strip(self, token: str) -> str:
-        cut = 0
-        while cut < min(self._start, len(token)) and token[cut] == self._content:
-            cut += 1
-        end = len(token)
-        while len(token) - end < self._stop and end > cut and token[end - 1] == self._content:
-            end -= 1
-        return token[cut:end]
+        return [part for token in tokens for part in _StripHead(self._content, self._start).push([token])]
 
 
 class _StripHead(_Stage):
@@ -300,12 +291,10 @@ def _stages(spec: Mapping[str, Any] | None) -> list[_Stage] | None:
             # Over pieces of one text, only a single character can never straddle two of them.
             if isinstance(old, str) and old and (len(old) == 1 or not whole):
                 stage = _Replace(old, str(part.get("content", "")))
-        elif kind == "Strip":
-            content, start, stop = str(part["content"]), int(part["start"]), int(part["stop"])
-            if not whole:
-                stage = _StripEach(content, start, stop)
-            elif stop == 0:
-                stage = _StripHead(content, start)
+        elif kind == "Strip" and part.get("stop", 0) == 0:
+            # Characters dropped at the end have no stage: published decoders drop none.
+            content, start = str(part["content"]), int(part["start"])
+            stage = _StripHead(content, start) if whole else _StripEach(content, start)
         if stage is None:
             return None
         stages.append(stage)

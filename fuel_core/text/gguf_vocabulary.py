@@ -8,6 +8,7 @@ fallback, where the score of a piece is the rank of the merge that makes it. Pub
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NoReturn
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
@@ -16,7 +17,7 @@ from fuel_core.checkpoint.published import pre_tokenizer
 from fuel_core.checkpoint.tokenizer_source import GgufVocabulary
 from fuel_core.errors import TokenizerError
 
-__all__ = ["tokenizer_from_gguf"]
+__all__ = ["raise_as_ours", "tokenizer_from_gguf"]
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 _SPACE_MARK = "\u2581"
@@ -37,12 +38,20 @@ def tokenizer_from_gguf(vocabulary: GgufVocabulary, *, origin: str) -> tokenizer
             backend = _scored_pieces(vocabulary, origin)
     except TokenizerError:
         raise
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(
-            f"{origin}: the GGUF vocabulary makes no tokenizer: {' '.join(str(error).split())[:200]}"
-        ) from error
+    except BaseException as error:
+        raise_as_ours(error, f"{origin}: the GGUF vocabulary makes no tokenizer")
     _add_marked_tokens(backend, vocabulary)
     return backend
+
+
+def raise_as_ours(error: BaseException, what: str) -> NoReturn:
+    """Raise TokenizerError for what the tokenizers library raised; anything else as it is.
+
+    The library raises bare Exception, and on input it did not expect a panic, which is no Exception.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    raise TokenizerError(f"{what}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _ids(tokens: Iterable[str]) -> dict[str, int]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import tokenizers
 
+from fuel_core.checkpoint.published import turn_end_tokens
 from fuel_core.checkpoint.tokenizer_source import TokenizerSource
 from fuel_core.errors import ChatTemplateError, TokenizerError
 from fuel_core.text.chat_template import ChatTemplate, Message, check_messages
 from fuel_core.text.detokenizer import decoder_spec_of
-from fuel_core.text.gguf_vocabulary import tokenizer_from_gguf
+from fuel_core.text.gguf_vocabulary import raise_as_ours, tokenizer_from_gguf
 
 __all__ = ["Tokenizer", "load_tokenizer"]
 
@@ -33,10 +34,8 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
     if source.tokenizer_json is not None:
         try:
             backend = tokenizers.Tokenizer.from_buffer(source.tokenizer_json)
-        except Exception as error:  # the library raises bare Exception
-            raise TokenizerError(
-                f"{source.origin}: tokenizer.json does not load: {' '.join(str(error).split())[:200]}"
-            ) from error
+        except BaseException as error:
+            raise_as_ours(error, f"{source.origin}: tokenizer.json does not load")
     elif source.gguf is not None:
         backend = tokenizer_from_gguf(source.gguf, origin=source.origin)
     else:
@@ -133,7 +132,10 @@ class Tokenizer:
         """Text of `token_ids`. Ids beyond the vocabulary decode to nothing; ill-formed bytes to U+FFFD."""
         skipped: frozenset[int] = self.special_ids if skip_special_tokens else frozenset()
         known = [int(i) for i in token_ids if 0 <= i < 2**32 and i not in skipped]
-        return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
+        except BaseException as error:
+            raise_as_ours(error, "decode: this tokenizer cannot decode the ids")
 
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_kwargs: Any
@@ -223,27 +225,44 @@ class Tokenizer:
         return texts
 
     def _turn_end_ids(self) -> frozenset[int]:
-        """The token that follows the assistant's words when the template renders a finished turn."""
-        if self.chat_template is None:
-            return frozenset()
-        words = "words of the assistant"
-        turn = [{"role": "user", "content": "words of the user"}, {"role": "assistant", "content": words}]
-        try:
-            text = self.chat_template.render(turn, add_generation_prompt=False)
-        except ChatTemplateError:
-            return frozenset()
-        _, found, rest = text.rpartition(words)
-        rest = rest.lstrip()
-        if not found or not rest:
-            return frozenset()
-        added = {
+        """The token that follows the assistant's words when the template renders a finished turn.
+
+        A GGUF file whose template does not show one (or that has none) may still hold a published turn end.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        ends = {
             token.content: token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            for token_id, token in added.items()
             # Some published tokenizers leave the turn end unmarked; its form gives it away. Words stay words.
             if token.special or re.fullmatch(r"[<\[].+[>\]]", token.content)
         }
-        ends = [content for content in added if content and rest.startswith(content)]
-        return frozenset({added[max(ends, key=len)]}) if ends else frozenset()
+        rest = self._after_reply()
+        found = max((content for content in ends if content and rest.startswith(content)), key=len, default=None)
+        if found is not None:
+            return frozenset({ends[found]})
+        if self._source.gguf is None:
+            return frozenset()
+        known = {token.content: token_id for token_id, token in added.items() if token.special}
+        return frozenset(known[content] for content in turn_end_tokens() if content in known)
+
+    def _after_reply(self) -> str:
+        """What the template writes after the assistant's words, "" where it cannot be told."""
+        words = "words of the assistant"
+        if self.chat_template is None:
+            return ""
+        for content in (words, [{"type": "text", "text": words}]):
+            turn = [{"role": "user", "content": "words of the user"}, {"role": "assistant", "content": content}]
+            if not isinstance(content, str):
+                turn[0]["content"] = [{"type": "text", "text": "words of the user"}]
+            try:
+                text = self.chat_template.render(turn, add_generation_prompt=False)
+            except ChatTemplateError:
+                continue
+            _, found, rest = text.rpartition(words)
+            # A template that takes parts writes a plain text out letter by letter, or a list as Python spells it.
+            if found and not rest.startswith(("'", '"')):
+                return rest.lstrip()
+        return ""
 
     def _mark_special(self, token_ids: Iterable[int]) -> None:
         """Make added tokens that end a reply special, where the checkpoint forgot to."""
@@ -300,8 +319,8 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
         raise TokenizerError(
             "encode: valid Unicode text expected, found a lone surrogate; decode the input with errors='replace'"
         ) from error
-    except Exception as error:  # the library raises bare Exception
-        raise TokenizerError(f"encode: {' '.join(str(error).split())[:200]}") from error
+    except BaseException as error:
+        raise_as_ours(error, "encode: this tokenizer cannot encode the text")
 
 
 def _add_published_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
