@@ -1,0 +1,60 @@
+"""Docs that would drift without a test: reasons, statuses, the file tree and the settings."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+
+import pytest
+
+import fuel_core
+from fuel_core.discovery import Status
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _first_column(text: str) -> list[str]:
+    """Code words in the first column of a file's tables."""
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+def test_every_reason_and_disposition_is_explained_and_no_other() -> None:
+    documented = _first_column((ROOT / "docs" / "reasons.md").read_text())
+    dispositions = [member.name for member in fuel_core.Disposition]
+    reasons = [member.value for member in fuel_core.Reason]
+    assert sorted(documented) == sorted(dispositions + reasons)
+
+
+def test_every_plugin_status_is_explained() -> None:
+    documented = _first_column((ROOT / "docs" / "families.md").read_text())
+    kinds: type[Enum] = Status
+    assert sorted(documented) == sorted(str(member.value) for member in kinds)
+
+
+def test_readme_file_tree_names_every_part_of_the_core() -> None:
+    text = (ROOT / "README.md").read_text()
+    tree = text[text.index("fuel_core/\n") :]
+    shown = set(re.findall(r"^  ([\w.]+)/? ", tree, re.MULTILINE))
+    here = {
+        path.name for path in (ROOT / "fuel_core").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert here - {"__main__.py"} <= shown
+    assert {name for name in shown if name.endswith(".py")} <= here
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = ROOT / document if (ROOT / document).exists() else ROOT / "docs" / document
+    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
+        assert (path.parent / target).exists(), f"{document} links to {target}"
+
+
+def test_settings_in_the_readme_are_the_ones_the_code_reads() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "fuel_core").rglob("*.py"))
+    read = set(re.findall(r'environ(?:\.get\(|\[)"(FUEL_\w+)"', code))
+    assert read
+    documented = set(re.findall(r"`(FUEL_\w+)", (ROOT / "README.md").read_text()))
+    assert documented == read
