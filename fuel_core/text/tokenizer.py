@@ -250,10 +250,12 @@ class Tokenizer:
         words = "words of the assistant"
         if self.chat_template is None:
             return ""
-        for content in (words, [{"type": "text", "text": words}]):
-            turn = [{"role": "user", "content": "words of the user"}, {"role": "assistant", "content": content}]
-            if not isinstance(content, str):
-                turn[0]["content"] = [{"type": "text", "text": "words of the user"}]
+        plain: list[Message] = [
+            {"role": "user", "content": "words of the user"},
+            {"role": "assistant", "content": words},
+        ]
+        in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in plain]
+        for turn in (plain, in_parts):
             try:
                 text = self.chat_template.render(turn, add_generation_prompt=False)
             except ChatTemplateError:
