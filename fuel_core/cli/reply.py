@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +30,21 @@ def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_p
 
     With `explain_plan` the decisions about the plan follow on stderr (FUEL_LOG=plan prints each as it is taken).
     """
+    arrivals = []
     with stream:
         for piece in stream:
+            arrivals.append(time.perf_counter())
             if not json:
                 sys.stdout.write(piece.text)
                 sys.stdout.flush()
     done = stream.completion
     assert done is not None, "a stream that ended has a completion"
     if json:
-        print_json(_as_json(llm, done, explain_plan))
+        print_json(_as_json(llm, done, _per_second(arrivals), explain_plan))
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        note(_summary(done))
+        note(_summary(done, _per_second(arrivals)))
     if explain_plan:
         explain(llm.context)
 
@@ -61,14 +64,16 @@ def plan_text(stats: DecodeStats) -> str:
     )
 
 
-def _per_second(stats: DecodeStats) -> float | None:
-    """Decode steps a second; None where no decode step ran."""
-    return 1000.0 / stats.decode_ms_per_token if stats.decode_ms_per_token else None
+def _per_second(arrivals: list[float]) -> float | None:
+    """Tokens a second after the second, None for fewer than three.
+
+    The first token pays for the prompt and the second may pay for building the plan: neither is what a token costs.
+    """
+    return (len(arrivals) - 2) / (arrivals[-1] - arrivals[1]) if len(arrivals) > 2 else None
 
 
-def _summary(done: Completion) -> str:
+def _summary(done: Completion, speed: float | None) -> str:
     usage, stats = done.usage, done.stats
-    speed = _per_second(stats)
     parts = [f"{usage.completion_tokens} tokens ({done.finish_reason})"]
     if stats.prompt_ms:
         parts.append(f"prompt of {usage.prompt_tokens} in {stats.prompt_ms:.0f} ms")
@@ -77,13 +82,13 @@ def _summary(done: Completion) -> str:
     return f"{', '.join(parts)}; {plan_text(stats)}"
 
 
-def _as_json(llm: LanguageModel, done: Completion, explain_plan: bool) -> dict[str, Any]:
+def _as_json(llm: LanguageModel, done: Completion, speed: float | None, explain_plan: bool) -> dict[str, Any]:
     report: dict[str, Any] = {
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
         "usage": {**asdict(done.usage), "total_tokens": done.usage.total_tokens},
-        "tokens_per_second": _per_second(done.stats),
+        "tokens_per_second": speed,
         "stats": done.stats.as_dict(),
     }
     if explain_plan:
