@@ -11,6 +11,7 @@ from checkpoint_writers import TINY, reader, resolve
 from fuel_core.checkpoint import ConfigReader, DecoderConfig, RawConfig
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError
 
+
 @pytest.mark.parametrize(
     ("method", "value", "expected"),
     [

@@ -103,7 +103,9 @@ def test_unknown_key_is_refused_unless_the_family_reads_it() -> None:
     assert reader(rope_scaling=block).rope(allow=("scaling_beta",)).extra == (("scaling_beta", 0.1),)
 
 
-@pytest.mark.parametrize("absent", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize(
+    "absent", ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+)
 def test_banded_without_one_of_its_numbers_names_it(absent: str) -> None:
     with pytest.raises(ConfigError, match=f"needs {absent}"):
         reader(rope_scaling={k: v for k, v in BANDED.items() if k != absent}).rope()
@@ -157,7 +159,9 @@ def test_longrope_spellings_agree_and_the_lists_have_half_the_rotated_width() ->
         reader(**base, rope_scaling={**lists, "type": "longrope"}).rope()
 
 
-@pytest.mark.parametrize(("factor", "head_dim", "width"), [(0.4, 80, 32), (0.5, 64, 32), (0.75, 128, 96), (1.0, 16, 16)])
+@pytest.mark.parametrize(
+    ("factor", "head_dim", "width"), [(0.4, 80, 32), (0.5, 64, 32), (0.75, 128, 96), (1.0, 16, 16)]
+)
 def test_rotary_width_is_the_truncated_share(factor: float, head_dim: int, width: int) -> None:
     assert RopeParameters("default", 1e4, factor).rotary_width(head_dim) == width
 

@@ -150,6 +150,8 @@ def parse_header(data: Buffer, origin: str) -> GgufHeader:
     array_types: dict[str, int] = {}
     for _ in range(pair_count):
         key = cursor.text("a key", _MAX_NAME)
+        if not key:
+            raise cursor.corrupt("a key", "an empty one")
         if key in metadata:
             raise cursor.corrupt("every key once", f"{key!r} twice")
         kind = cursor.unpack("I", f"the type of {key!r}")

@@ -23,7 +23,7 @@ def _empty() -> Mapping[str, Any]:
 class GgufVocabulary:
     """The `tokenizer.ggml.*` keys of a GGUF file.
 
-    `model_kind` is the published word in lower case ("gpt2", "llama", ...); `kind` is the behaviour it stands for:
+    `model_kind` is the published word in lower case ("gpt2", ...); `kind` is the behaviour it stands for:
     "bpe" (byte-level, explicit merges) or "spm" (scored pieces: the adjacent pair whose joined piece has the highest
     score merges first, leftmost on ties; U+2581 for a space, byte pieces `<0xNN>` as fallback).
     `pre_tokenizer` is the published pre-tokenizer name, None where the file has none; its rule is
