@@ -39,7 +39,9 @@ class StateSlot:
 
     def __post_init__(self) -> None:
         if self.kind not in ("positional", "rolling"):
-            raise GeometryError(f"state slot {self.name!r}: kind must be 'positional' or 'rolling', found {self.kind!r}")
+            raise GeometryError(
+                f"state slot {self.name!r}: kind must be 'positional' or 'rolling', found {self.kind!r}"
+            )
         if any(n < 1 for n in self.shape):
             raise GeometryError(f"state slot {self.name!r}: every size must be at least 1, found {self.shape}")
 
@@ -226,9 +228,7 @@ class KvCache:
         with torch.inference_mode(False):
             self._layers = [
                 {
-                    slot.name: torch.zeros(
-                        slot.buffer_shape(1, self.max_seq_len), dtype=self.dtype, device=self.device
-                    )
+                    slot.name: torch.zeros(slot.buffer_shape(1, self.max_seq_len), dtype=self.dtype, device=self.device)
                     for slot in spec.slots
                 }
                 for spec in self.specs

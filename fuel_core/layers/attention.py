@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fuel_core.token_data import DecodeLayerInputs
 from fuel_core.errors import GeometryError
+from fuel_core.token_data import DecodeLayerInputs
 
 __all__ = ["attend", "live_mask", "read_state", "write_state"]
 
@@ -30,10 +30,12 @@ def write_state(inputs: DecodeLayerInputs, name: str, rows: Tensor) -> None:
     """
     slot, buffer = inputs.slot(name), inputs.state[name]
     axis = slot.seq_axis
-    expected = tuple(buffer.shape) if axis is None else (*buffer.shape[:axis], inputs.seq_len, *buffer.shape[axis + 1 :])
+    expected = (
+        tuple(buffer.shape) if axis is None else (*buffer.shape[:axis], inputs.seq_len, *buffer.shape[axis + 1 :])
+    )
     if tuple(rows.shape) != expected:
         raise GeometryError(
-            f"layer {inputs.layer_idx}: rows of slot {name!r} must have shape {list(expected)}, found {list(rows.shape)}"
+            f"layer {inputs.layer_idx}: rows of slot {name!r}: expected shape {list(expected)}, found {list(rows.shape)}"
         )
     rows = rows.to(buffer.dtype)
     if axis is None:
@@ -121,7 +123,8 @@ def _attend_rows(
         scores = torch.tanh(scores / softcap) * softcap
     if mask is not None:
         if seq_len > 1:  # [B, G, H/G * T, N] += [B, 1, T, N]: give the group its own axis for the sum
-            scores = (scores.unflatten(2, (n_heads // n_kv_heads, seq_len)) + mask.unsqueeze(2)).flatten(2, 3)
+            grouped = scores.view(batch, n_kv_heads, n_heads // n_kv_heads, seq_len, -1)
+            scores = (grouped + mask.unsqueeze(2)).view(batch, n_kv_heads, rows, -1)
         else:
             scores = scores + mask
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)

@@ -59,7 +59,7 @@ class Embedding(_FormattedWeight):
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """``x [..., in] -> [..., out]`` through whatever format the module's weight is stored in."""
+    """Product of ``x [..., in]`` with the module's weight, in whatever format it is stored: ``[..., out]``."""
     return module.weight_format.matmul(x, module, module.bias)
 
 

@@ -36,7 +36,7 @@ def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     width = cos.shape[-1]
     half = width // 2
-    pairs = x[..., :width].to(torch.float32).unflatten(-1, (half, 2))
+    pairs = x[..., :width].to(torch.float32).unflatten(-1, (half, 2))  # type: ignore[no-untyped-call]
     even, odd = pairs.unbind(-1)
     c, s = cos[..., :half], sin[..., :half]
     rotated = torch.stack((even * c - odd * s, odd * c + even * s), dim=-1).flatten(-2).to(x.dtype)

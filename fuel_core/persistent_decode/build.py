@@ -86,7 +86,7 @@ def decode_segments(
     specs = tuple(model.layer_state_specs())
 
     def embed(tensors: Mapping[str, Tensor], _: Mapping[str, int]) -> Tensor:
-        h = model.decode_token_embedding()(tensors["token_ids"])  # [B, T, D] float32
+        h: Tensor = model.decode_token_embedding()(tensors["token_ids"])  # [B, T, D] float32
         if dims.embed_scale is not None:
             h = h * dims.embed_scale
         return h.to(dtype)
@@ -143,8 +143,8 @@ class _Unreadable(int):
 
     def _refuse(self, *_: object) -> int:
         raise GeometryError(
-            "cached_len, attended_len and window_start are not readable on the device-offset path; use layers.read_state, "
-            "layers.live_mask and layers.write_state, which serve both paths"
+            "cached_len, attended_len and window_start are not readable on the device-offset path; use "
+            "layers.read_state, layers.live_mask and layers.write_state, which serve both paths"
         )
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __index__ = _refuse

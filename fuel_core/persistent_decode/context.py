@@ -11,7 +11,6 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -172,7 +171,11 @@ class InferenceContext:
             evicted = self._sessions.pop()
             if evicted.session is not None:
                 evicted.session = None
-                self.record(Disposition.DROPPED, Reason.EVICTED, Difference("sessions", self.max_sessions + 1, self.max_sessions))
+                self.record(
+                    Disposition.DROPPED,
+                    Reason.EVICTED,
+                    Difference("sessions", self.max_sessions + 1, self.max_sessions),
+                )
 
     def drop_stale_epochs(self, now: SessionKey) -> Difference | None:
         """Drop sessions of the same model whose weights have moved since: they can never be valid again."""
@@ -224,6 +227,7 @@ class InferenceContext:
         self.stats.replans[reason.value] = self.stats.replans.get(reason.value, 0) + 1
 
     def __repr__(self) -> str:
-        return f"InferenceContext({self.device}, offset_path={self.offset_path!r}, plan={self.backend!r}, held={len(self.sessions)})"
-
-
+        return (
+            f"InferenceContext({self.device}, offset_path={self.offset_path!r}, plan={self.backend!r}, "
+            f"held={len(self.sessions)})"
+        )

@@ -18,8 +18,27 @@ __all__ = ["emit_python"]
 
 # aten name (without overload) -> called as a method of its first argument, same arguments otherwise
 _METHODS = frozenset(
-    "chunk copy_ contiguous expand flatten index_copy_ narrow permute reshape scatter_ select squeeze t to transpose "
-    "unbind unflatten unsqueeze view".split()
+    [
+        "chunk",
+        "copy_",
+        "contiguous",
+        "expand",
+        "flatten",
+        "index_copy_",
+        "narrow",
+        "permute",
+        "reshape",
+        "scatter_",
+        "select",
+        "squeeze",
+        "t",
+        "to",
+        "transpose",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+    ]
 )
 # aten name -> torch function with the same positional arguments
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -143,7 +162,7 @@ class _Writer:
             self.names[node] = name
             lines.append(f"{name} = {expression}")
         source = f"def segment({', '.join(parameters)}):\n" + "\n".join(f"    {line}" for line in lines)
-        exec(compile(source, "<recorded segment>", "exec"), self.globals)  # noqa: S102 - our own text, from our own graph
+        exec(compile(source, "<recorded segment>", "exec"), self.globals)
         function: Callable[..., Tensor] = self.globals["segment"]
         function.__doc__ = source
         return function

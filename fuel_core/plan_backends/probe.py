@@ -32,8 +32,8 @@ class BoundInt(int):
     def _refuse(self, *_: object) -> NoReturn:
         raise _BoundIntRead
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse  # type: ignore[assignment]
-    __bool__ = __float__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse  # type: ignore[assignment]
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
+    __bool__ = __float__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
     __hash__ = int.__hash__
 
     def __add__(self, other: int) -> BoundInt:
@@ -76,9 +76,9 @@ class ProbeLog:
     output: Tensor
 
 
-class _Logger(TorchDispatchMode):
+class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Mapping[str, Tensor], owned: Mapping[int, Tensor], where: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.where = where
         self.owned = owned
         self.names: dict[int, Hashable] = {id(t): ("in", name) for name, t in inputs.items()}
@@ -158,8 +158,8 @@ def probe(
             output = call(inputs, {name: BoundInt(value) for name, value in symbols.items()})
     except _BoundIntRead:
         raise RecordingError(
-            f"{where}: compares or branches on a bound integer (cached_len, attended_len or window_start), which a held "
-            "plan cannot follow; use layers.read_state, layers.live_mask and layers.write_state, or plan='off'"
+            f"{where}: compares or branches on a bound integer (cached_len, attended_len or window_start), which a "
+            "held plan cannot follow; use layers.read_state, layers.live_mask and layers.write_state, or plan='off'"
         ) from None
     logger.ops.append(("returns", logger._canonical(output)))
     return ProbeLog(tuple(logger.ops), tuple(logger.weights), output)

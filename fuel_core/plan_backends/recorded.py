@@ -55,7 +55,15 @@ class HeldPlan:
             takes_hidden = segment.tensors[:1] == (HIDDEN,)
             before = [binding.tensors[name] for name in segment.tensors if name != HIDDEN]
             self._calls.append(
-                (part.recording, fingerprint, takes_hidden, before, bool(segment.symbols), binding.mask_variant, part.weights)
+                (
+                    part.recording,
+                    fingerprint,
+                    takes_hidden,
+                    before,
+                    bool(segment.symbols),
+                    binding.mask_variant,
+                    part.weights,
+                )
             )
 
     @property

@@ -72,7 +72,11 @@ class Recording:
 
 
 def _op_name(target: Any) -> str:
-    return getattr(target, "__name__", None) or str(target) if not isinstance(target, torch._ops.OpOverload) else str(target)
+    return (
+        getattr(target, "__name__", None) or str(target)
+        if not isinstance(target, torch._ops.OpOverload)
+        else str(target)
+    )
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,15 @@ def _record(segment: Segment, scratch: Mapping[str, Tensor], log: ProbeLog, wher
         return segment.call(tensors, dict(zip(segment.symbols, values[len(fakes) :], strict=True)))
 
     try:
-        traced = make_fx(flat, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes, *integers)
+        traced = make_fx(flat, tracing_mode="symbolic", pre_dispatch=True, _allow_non_fake_inputs=True)(
+            *fakes, *integers
+        )
     except RecordingError:
         raise
     except Exception as error:
+        found = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise RecordingError(
-            f"{where}: cannot be recorded ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}); "
+            f"{where}: cannot be recorded ({found}); "
             "run it with plan='off', and see docs/decode-plans.md for what a layer may do"
         ) from error
     _refuse_looks_at_integers(shape_env, traced, segment, len(fakes), where)
@@ -222,7 +229,9 @@ def _record(segment: Segment, scratch: Mapping[str, Tensor], log: ProbeLog, wher
     return Recording(traced, segment.tensors, segment.symbols, len(log.weights))
 
 
-def _refuse_looks_at_integers(shape_env: Any, traced: fx.GraphModule, segment: Segment, n_tensors: int, where: str) -> None:
+def _refuse_looks_at_integers(
+    shape_env: Any, traced: fx.GraphModule, segment: Segment, n_tensors: int, where: str
+) -> None:
     """Every bound integer must still be free, and no Python code outside torch may have branched on one.
 
     Guards that torch itself takes while it lays out fake tensors (contiguity, sizes of 0 and 1) say nothing about the
@@ -243,8 +252,8 @@ def _refuse_looks_at_integers(shape_env: Any, traced: fx.GraphModule, segment: S
         filename = getattr(location, "filename", None) or str(location)
         if filename and location is not None and not Path(filename).is_relative_to(_TORCH_DIR):
             raise RecordingError(
-                f"{where}: branches on a length ({guard.expr}) at {Path(filename).name}:{getattr(location, 'lineno', '?')}"
-                "; a held plan would keep that branch. Use the layers functions, or plan='off'"
+                f"{where}: branches on a length ({guard.expr}) at {Path(filename).name}:"
+                f"{getattr(location, 'lineno', '?')}; a held plan would keep that branch. Use the layers functions, or plan='off'"
             )
 
 
@@ -264,8 +273,8 @@ def _lift_weights(traced: fx.GraphModule, weights: Sequence[Tensor], where: str)
             graph.erase_node(node)
         elif isinstance(value, Tensor) and value.numel() > 64:
             raise RecordingError(
-                f"{where}: reads a tensor of shape {list(value.shape)} that its probe did not; a layer must do the same "
-                "at every position"
+                f"{where}: reads a tensor of shape {list(value.shape)} that its probe did not; a layer must do "
+                "the same at every position"
             )
     traced.recompile()
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
-
 from fuel_core import (
     ConfigReader,
     DecodeBackbone,
@@ -28,6 +26,7 @@ from fuel_core import (
     RopeVariant,
     layers,
 )
+from torch import Tensor, nn
 
 # What the published configs leave out: Llama 1 and 2 state no base and no activation.
 DEFAULTS = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "hidden_act": "silu", "max_position_embeddings": 2048}
