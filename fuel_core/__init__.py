@@ -63,6 +63,7 @@ _HOME = {
 _MODULES = ("errors", "layers")
 
 __all__ = [
+    "FAMILY_API",
     "Checkpoint",
     "Completion",
     "ConfigReader",
@@ -74,7 +75,6 @@ __all__ = [
     "DecodeStats",
     "DecoderConfig",
     "Disposition",
-    "FAMILY_API",
     "Family",
     "FuelError",
     "Generation",

@@ -30,12 +30,12 @@ def write_state(inputs: DecodeLayerInputs, name: str, rows: Tensor) -> None:
     """
     slot, buffer = inputs.slot(name), inputs.state[name]
     axis = slot.seq_axis
-    expected = (
-        tuple(buffer.shape) if axis is None else (*buffer.shape[:axis], inputs.seq_len, *buffer.shape[axis + 1 :])
-    )
-    if tuple(rows.shape) != expected:
+    expected = list(buffer.shape)
+    if axis is not None:
+        expected[axis] = inputs.seq_len
+    if list(rows.shape) != expected:
         raise GeometryError(
-            f"layer {inputs.layer_idx}: rows of slot {name!r}: expected shape {list(expected)}, found {list(rows.shape)}"
+            f"layer {inputs.layer_idx}: rows of slot {name!r}: expected shape {expected}, found {list(rows.shape)}"
         )
     rows = rows.to(buffer.dtype)
     if axis is None:

@@ -59,7 +59,7 @@ class Embedding(_FormattedWeight):
 
 
 def linear(x: Tensor, module: Linear) -> Tensor:
-    """Product of ``x [..., in]`` with the module's weight, in whatever format it is stored: ``[..., out]``."""
+    """Multiply x, ``[..., in]``, by the module's weight in whatever format it is stored; gives ``[..., out]``."""
     return module.weight_format.matmul(x, module, module.bias)
 
 

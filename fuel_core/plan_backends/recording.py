@@ -253,7 +253,8 @@ def _refuse_looks_at_integers(
         if filename and location is not None and not Path(filename).is_relative_to(_TORCH_DIR):
             raise RecordingError(
                 f"{where}: branches on a length ({guard.expr}) at {Path(filename).name}:"
-                f"{getattr(location, 'lineno', '?')}; a held plan would keep that branch. Use the layers functions, or plan='off'"
+                f"{getattr(location, 'lineno', '?')}; a held plan would keep that branch. Use the layers "
+                "functions, or plan='off'"
             )
 
 
