@@ -205,15 +205,16 @@ def write_gguf(
     architecture: str = "llama",
     config: Mapping[str, Any] = TINY,
     stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    kinds: Mapping[str, gguf.GGMLQuantizationType] | None = None,
     permute: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
     raw_tensors: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
     """A GGUF file of the tensors (Hugging Face names), as a converter writes it.
 
-    Matrices are stored as `stored`, vectors as float32. `permute`: reorder query and key rows (default: for
-    architecture "llama"). `metadata`: more keys, or `...` to leave a key out. `raw_tensors` are stored as they are
-    under their name in the file, and give no Hugging Face name.
+    Matrices are stored as `stored` (or as `kinds` says for a name), vectors as float32. `permute`: reorder query and
+    key rows (default: for architecture "llama"). `metadata`: more keys, or `...` to leave a key out. `raw_tensors` are
+    stored as they are under their name in the file, and give no Hugging Face name.
     """
     keys: dict[str, Any] = {
         f"{architecture}.context_length": config["max_position_embeddings"],
@@ -238,7 +239,7 @@ def write_gguf(
             elif ".k_proj." in name:
                 tensor = permute_rows(tensor, config["num_key_value_heads"])
         array = tensor.float().numpy()
-        kind = stored if array.ndim >= 2 else gguf.GGMLQuantizationType.F32
+        kind = (kinds or {}).get(name, stored) if array.ndim >= 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(gguf_name(name), gguf.quants.quantize(array, kind), raw_dtype=kind)
     for name, array in (raw_tensors or {}).items():
         writer.add_tensor(name, array)

@@ -221,6 +221,21 @@ def test_quantised_types_come_out_within_a_step_of_what_went_in(tmp_path: Path, 
     assert 0 < error <= _STEP[stored]
 
 
+def test_one_quantised_matrix_makes_the_whole_model_float32(tmp_path: Path) -> None:
+    module = toy()
+    kinds = {"model.layers.0.mlp.up_proj.weight": Q.Q8_0}
+    ck = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors_for(module), stored=Q.F16, kinds=kinds))
+    assert load_weights(module, ck).dtype == "float32"
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+
+
+def test_bias_flags_come_from_the_tensors(tmp_path: Path) -> None:
+    for bias in (False, True):
+        ck = open_checkpoint(write_gguf(tmp_path / "m.gguf", tensors_for(toy(bias=bias))))
+        assert ConfigReader(ck.raw).bool("attention_bias") is bias
+        assert ConfigReader(ck.raw).bool("mlp_bias") is False
+
+
 def _random_blocks(stored: Q, rows: int, columns: int) -> np.ndarray[Any, Any]:
     block, size = gguf.GGML_QUANT_SIZES[stored]
     raw = np.random.default_rng(0).integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
@@ -404,6 +419,20 @@ def test_lying_header_is_corrupt(tmp_path: Path, lie: str) -> None:
     with pytest.raises(CheckpointCorruptError, match=r"m\.gguf") as error:
         open_checkpoint(path)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lie", "expected"),
+    [
+        ("key count 2^63", r"at most \d+ keys in the \d+ bytes left, found 9223372036854775808"),
+        ("tensor count 2^63", r"at most \d+ tensors in the \d+ bytes left, found 9223372036854775808"),
+        ("array length 2^63", r"at most \d+ items of 'a' in the \d+ bytes left, found 9223372036854775808"),
+        ("string 2^63", r"the value of 'a' to fit in the \d+ bytes left, found 9223372036854775808 bytes"),
+    ],
+)
+def test_refusal_compares_the_claim_with_the_bytes_left(lie: str, expected: str) -> None:
+    with pytest.raises(CheckpointCorruptError, match=expected):
+        parse_header(_LIES[lie], "m.gguf")
 
 
 def test_lies_stand_in_files_that_are_honest_otherwise() -> None:

@@ -515,7 +515,11 @@ class ConfigReader:
     # -- the whole spec -----------------------------------------------------------------------------------------
 
     def common(self) -> dict[_Str, Any]:
-        """Values of the `DecoderConfig` fields every decoder has, save `rope`, `hidden_act` and the norm's epsilon."""
+        """Values of the `DecoderConfig` fields every decoder has, save `rope`, `hidden_act` and the norm's epsilon.
+
+        Refuses a quantised checkpoint first: nothing else about it is worth reporting.
+        """
+        self.reject_quantized()
         return {
             "model_type": self.model_type(),
             "vocab_size": self.int("vocab_size"),

@@ -307,6 +307,8 @@ def _raw_config(ck: GgufCheckpoint, architecture: str) -> RawConfig:
     if header.tensors:
         tied = "output.weight" not in header.tensors
         put("tie_word_embeddings", tied, f"gguf: output.weight {'absent' if tied else 'present'}")
+        for key, stored in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
+            put(key, stored in header.tensors, f"gguf: {stored} {'present' if stored in header.tensors else 'absent'}")
         dtype = _loaded_dtype(header)
         if dtype is not None:
             put("dtype", dtype, "gguf: tensor types")
