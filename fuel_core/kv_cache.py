@@ -186,7 +186,8 @@ class KvCache:
     def _clone(self) -> KvCache:
         other = KvCache(self.specs, max_seq_len=self.max_seq_len, dtype=self.dtype, device=self.device)
         if self._layers is not None:
-            other._layers = [{name: t.clone() for name, t in layer.items()} for layer in self._layers]
+            with torch.inference_mode(False):  # as in ensure_storage
+                other._layers = [{name: t.clone() for name, t in layer.items()} for layer in self._layers]
         other._cached_len, other._token_ids = self._cached_len, list(self._token_ids)
         other._torn, other._written = self._torn, self._written
         return other
@@ -246,7 +247,8 @@ class KvCache:
     def set_layer(self, layer_idx: int, buffers: Mapping[str, Tensor]) -> None:
         """Replace one layer's buffers (they are used as they are, not copied) and mint a new alloc id.
 
-        Raises GeometryError when names, shapes, dtype or device differ from the layer's spec.
+        Rows from ``cached_len`` on are stale: a step may overwrite them. Raises GeometryError when names, shapes, dtype
+        or device differ from the layer's spec, and for tensors of inference mode, which no step could write.
         """
         if not 0 <= layer_idx < self.n_layers:
             raise GeometryError(f"KvCache.set_layer: layer 0..{self.n_layers - 1} expected, found {layer_idx}")
@@ -265,10 +267,16 @@ class KvCache:
                     f"{self.dtype} on {self.device}, found {list(tensor.shape)} {tensor.dtype} on {tensor.device}, "
                     f"strides {list(tensor.stride())}"
                 )
+            if tensor.is_inference():
+                raise GeometryError(
+                    f"KvCache.set_layer: layer {layer_idx} slot {slot.name!r} was made inside torch.inference_mode and "
+                    "cannot be written outside it; make it outside, or clone it there"
+                )
         self.ensure_storage()
         assert self._layers is not None
         self._layers[layer_idx] = {slot.name: buffers[slot.name] for slot in spec.slots}
         self._version_base[layer_idx] = self._steps
+        self._written = self.max_seq_len  # what they hold beyond cached_len is anyone's guess
         self._alloc_id = KvAllocId.next()
 
     def version(self, layer_idx: int) -> int:
@@ -292,15 +300,13 @@ class KvCache:
         """
         if not 0 <= n <= self._cached_len:
             raise CacheStateError(f"KvCache.truncate_to: 0..cached_len ({self._cached_len}) expected, found {n}")
-        if n == self._cached_len:
-            return
-        if self.has_rolling_state:
-            if n != 0:
-                raise CacheStateError(
-                    f"KvCache.truncate_to: rolling state cannot be rewound from {self._cached_len} to {n}; "
-                    "truncate to 0 or clear() and run the kept ids again"
-                )
+        if n == 0:
             self._reset_rolling()
+        elif self.has_rolling_state and n != self._cached_len:
+            raise CacheStateError(
+                f"KvCache.truncate_to: rolling state cannot be rewound from {self._cached_len} to {n}; "
+                "truncate to 0 or clear() and run the kept ids again"
+            )
         self._cached_len = n
         del self._token_ids[n:]
 
@@ -318,7 +324,8 @@ class KvCache:
         """Take over the first ``n`` positions of ``other`` (any capacity). Requires equal specs and dtype.
 
         Raises GeometryError where the caches differ, CapacityError when ``n`` does not fit,
-        CacheStateError when ``other`` holds fewer positions or keeps rolling state not exactly at ``n``.
+        CacheStateError when ``other`` holds fewer positions or keeps rolling state that is torn or not exactly at
+        ``n``.
         """
         if self.specs != other.specs or self.dtype != other.dtype:
             raise GeometryError("KvCache.copy_prefix_from: both caches must have equal specs and dtype")
@@ -328,8 +335,11 @@ class KvCache:
             raise CacheStateError(
                 f"KvCache.copy_prefix_from: the source holds {other._cached_len} positions, asked for {n}"
             )
+        if n and other._torn:
+            raise CacheStateError("KvCache.copy_prefix_from: a failed step left the source's rolling state torn")
         self.ensure_storage()
         if n:
+            self._torn = False
             for spec, mine, theirs in zip(self.specs, self._layers or [], other._layers or [], strict=True):
                 for slot in spec.slots:
                     axis = slot.seq_axis
