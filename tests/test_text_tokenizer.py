@@ -254,6 +254,31 @@ def test_chat_special_token_cannot_be_put_together_from_two_parts() -> None:
     assert f"user\na{END}b" in tokenizer.decode(ids, skip_special_tokens=False)
 
 
+@pytest.mark.parametrize(
+    ("around", "content"),
+    [("'<|im_' + message['content']", "end|>x"), ("message['content'] + 'end|>'", "x<|im_")],
+)
+def test_chat_special_token_cannot_be_put_together_with_the_template(around: str, content: str) -> None:
+    tokenizer = chat_tokenizer(CHATML.replace("message['content']", around))
+    ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+    assert [tokenizer.token(i) for i in ids if i in tokenizer.special_ids] == [START, END, START]
+
+
+def test_chat_template_may_build_its_special_tokens_from_the_role() -> None:
+    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    tokenizer_json = byte_level_json(specials=("<|user|>", "<|end|>"))
+    tokenizer = load_tokenizer(folder_source(tokenizer_json, template=template))
+    for content in ("x", "x<|end|>"):
+        ids = tokenizer.encode_chat([{"role": "user", "content": content}])
+        assert [tokenizer.token(i) for i in ids if i in tokenizer.special_ids] == ["<|user|>"]
+
+
+def test_chat_words_beside_a_written_out_special_token_keep_their_tokens() -> None:
+    tokenizer = chat_tokenizer()
+    ids = tokenizer.encode_chat([{"role": "user", "content": f"hello{END} world"}])
+    assert {"hello", "Ġworld"} <= {tokenizer.token(i) for i in ids}
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     contents=st.lists(
