@@ -47,6 +47,12 @@ class Recording:
         self.symbols = tuple(symbols)
         self.n_weights = n_weights
         self._refresh()
+        self._traced = self.fingerprint
+
+    @property
+    def as_traced(self) -> bool:
+        """Whether the graph still is what tracing made of the layer, so that another plan may be built on it."""
+        return self.fingerprint == self._traced
 
     def _refresh(self) -> None:
         graph = self.graph_module.graph
@@ -146,7 +152,7 @@ def record_program(
             hidden = log.output
             key = (torch.__version__, segment.tensors, segment.symbols, _metas(segment, scratch), log.ops)
             recording = _shared.by_log.get(key)
-            if recording is None:
+            if recording is None or not recording.as_traced:
                 recording = _record(segment, scratch, log, where)
                 _verify(segment, recording, scratch, log, where)
                 _shared.by_log[key] = recording
@@ -267,16 +273,21 @@ def _lift_weights(traced: fx.GraphModule, weights: Sequence[Tensor], where: str)
         for i in reversed(range(len(weights))):
             graph.placeholder(f"weight_{i}")
     lifted = [node for node in graph.nodes if node.op == "placeholder"][-len(weights) :] if weights else []
+    attributes = set()
     for node in [node for node in graph.nodes if node.op == "get_attr"]:
         value = getattr(traced, str(node.target))
         if id(value) in index:
             node.replace_all_uses_with(lifted[index[id(value)]])
             graph.erase_node(node)
+            attributes.add(str(node.target))
         elif isinstance(value, Tensor) and value.numel() > 64:
             raise RecordingError(
                 f"{where}: reads a tensor of shape {list(value.shape)} that its probe did not; a layer must do "
                 "the same at every position"
             )
+    # A recording outlives the model it was taken from; left here, that model's weights would live as long.
+    for name in attributes:
+        delattr(traced, name)
     traced.recompile()
 
 
