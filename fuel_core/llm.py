@@ -67,8 +67,8 @@ def load(
     - `family`: the family or distribution to use where several claim the checkpoint.
     - `threads`: torch's number of CPU threads; a setting of the whole process.
 
-    Raises CheckpointError, ConfigError, FamilyError, WeightsError or TokenizerError. A checkpoint without a tokenizer
-    loads; it then takes token ids only.
+    Raises ConfigError or BackendUnavailableError for settings that cannot be used, CheckpointError, FamilyError,
+    WeightsError or TokenizerError. A checkpoint without a tokenizer loads; it then takes token ids only.
     """
     if max_seq_len is not None and (isinstance(max_seq_len, bool) or max_seq_len < 1):
         raise ConfigError(f"max_seq_len: a whole number of at least 1 expected, found {max_seq_len!r}")
@@ -76,8 +76,9 @@ def load(
         if isinstance(threads, bool) or threads < 1:
             raise ConfigError(f"threads: a whole number of at least 1 expected, found {threads!r}")
         torch.set_num_threads(threads)
-    _dtype_word(dtype)  # before anything large is read
-    place = torch.device(device)
+    # Words are checked before anything large is read; the context knows which devices and plan backends exist here.
+    _dtype_word(dtype)
+    place = InferenceContext(device, plan=plan).device
     checkpoint = open_checkpoint(path)
     serving = family_for(checkpoint, prefer=family)
     config = serving.resolve_config(checkpoint.raw)

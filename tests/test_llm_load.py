@@ -12,7 +12,13 @@ from toy_backbone import reference, toy
 from toy_family import install_toy_family, write_toy_checkpoint
 
 from fuel_core import llm as facade
-from fuel_core.errors import CheckpointNotFoundError, ConfigError, FamilyNotFoundError, TokenizerError
+from fuel_core.errors import (
+    BackendUnavailableError,
+    CheckpointNotFoundError,
+    ConfigError,
+    FamilyNotFoundError,
+    TokenizerError,
+)
 from fuel_core.llm import load
 
 
@@ -87,6 +93,12 @@ def test_load_compressed_weights_decode_in_float32_on_a_cpu(folder: Path) -> Non
 def test_load_refuses_settings_before_reading_anything(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load("/nowhere", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("option", "word"), [("device", "nowhere"), ("plan", "nope")])
+def test_load_refuses_a_device_or_plan_that_does_not_exist(option: str, word: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=word):
+        load("/nowhere", **{option: word})  # type: ignore[arg-type]
 
 
 def test_load_sets_the_number_of_threads(folder: Path) -> None:
