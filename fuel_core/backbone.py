@@ -82,6 +82,7 @@ class PersistentDecodeModel(nn.Module, ABC):
         self._instance_id = ModelInstanceId.next()
         self._epoch = 0
         self._config_version = 0
+        self._config_seen: Any = None
         self._weight_snapshot: _WeightSnapshot | None = None
         self._identity_lock = threading.RLock()
         self._key_memo: dict[Hashable, ShapeKey] = {}
@@ -92,6 +93,7 @@ class PersistentDecodeModel(nn.Module, ABC):
 
     _IDENTITY_STATE = (
         "_instance_id",
+        "_config_seen",
         "_weight_snapshot",
         "_identity_lock",
         "_key_memo",
@@ -153,10 +155,21 @@ class PersistentDecodeModel(nn.Module, ABC):
     def _plan(self, kind: str, hook: Callable[[], Any]) -> Any:
         if kind in self._plan_override:
             return self._plan_override[kind]
+        version = self._config_now()
         memo = self._plan_memo.get(kind)
-        if memo is None or memo[0] != self._config_version:
-            memo = self._plan_memo[kind] = (self._config_version, hook())
+        if memo is None or memo[0] != version:
+            memo = self._plan_memo[kind] = (version, hook())
         return memo[1]
+
+    def _config_now(self) -> int:
+        """Version of the config in force. One that was assigned past ``reconfigure`` counts as a change too."""
+        config = self.decode_config()
+        if config is not self._config_seen:
+            with self._identity_lock:
+                if self._config_seen is not None and config != self._config_seen:
+                    self._config_version += 1
+                self._config_seen = config
+        return self._config_version
 
     @property
     def mask_plan(self) -> MaskPlan:
@@ -206,16 +219,15 @@ class PersistentDecodeModel(nn.Module, ABC):
                     f"model; bound fields are {sorted(self.decode_bound_fields())}"
                 )
         with self._identity_lock:
-            before = config
+            self._config_now()
             self._set_config(dataclasses.replace(config, **bound))
-            self._config_version += 1
             try:
                 mask, rope = self.decode_mask_plan(), self.decode_rope_plan()
             except BaseException:
-                self._set_config(before)
-                self._config_version += 1
+                self._set_config(config)
                 raise
-            self._plan_memo = {"mask": (self._config_version, mask), "rope": (self._config_version, rope)}
+            version = self._config_now()
+            self._plan_memo = {"mask": (version, mask), "rope": (version, rope)}
             self._plan_override.clear()
 
     def _set_config(self, config: Any) -> None:
@@ -265,7 +277,7 @@ class PersistentDecodeModel(nn.Module, ABC):
         """
         epoch = self.weights_epoch()
         mask, rope = self.mask_plan.structure(), self.rope_plan.structure()
-        memo_key = (epoch, self._config_version, mask, rope)
+        memo_key = (epoch, self._config_now(), mask, rope)
         key = self._key_memo.get(memo_key)
         if key is None:
             key = ShapeKey.of(self._key_components(epoch, mask, rope))
@@ -299,7 +311,7 @@ class PersistentDecodeModel(nn.Module, ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in ("decode_shape_key", "structure_key", "_key_components", "weights_epoch"):
-            if name in cls.__dict__ and cls.__module__ != __name__:
+            if getattr(cls, name) is not getattr(PersistentDecodeModel, name):  # a mixin's counts as well
                 raise TypeError(
                     f"{cls.__qualname__} overrides {name}: identity is the core's, so that no field can be forgotten. "
                     "Put what decides structure into the config"
