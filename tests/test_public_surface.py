@@ -39,12 +39,10 @@ def test_importing_the_core_imports_no_torch() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_all_is_sorted_and_every_name_in_it_can_be_used() -> None:
+def test_every_name_in_all_is_there_once_and_can_be_used() -> None:
+    # The order is the linter's business (RUF022).
     names = list(fuel_core.__all__)
     assert len(names) == len(set(names))
-    modules = [name for name in names if name in ("errors", "layers", "testing")]
-    others = [name for name in names if name not in modules]
-    assert others == sorted(others)
     for name in names:
         assert getattr(fuel_core, name) is not None
 

@@ -4,7 +4,7 @@ A green suite proves nothing until it has been seen to fail. Each sabotage here 
 use: plausible text at full speed, or the right text at a fraction of it. As a pytest plugin it applies the one that
 FUEL_SABOTAGE names; as a command it runs every one over the suites it is given and writes the table:
 
-    python -m fuel_core.testing.sabotage --suite tests --suite plugins/fuel-llama/tests --out docs/sabotage.md
+    python -m fuel_core.testing.sabotage --suite tests --suite plugins/NAME/tests --out docs/sabotage.md
 
 A suite may bring defects of its own: a file `sabotages.py` beside its tests with a list `SABOTAGES`.
 """
