@@ -178,6 +178,11 @@ def test_mix_component_tells_look_alikes_apart_and_repeats_itself():
     assert hashes == [hash_of(value) for value in LOOK_ALIKES]
 
 
+def test_mix_component_takes_text_that_utf_8_cannot_hold():
+    lone = ["\ud800", "\udc00", "\ud800\udc00", "\U00010000", "?", ""]
+    assert len({hash_of(text) for text in lone}) == len(lone)
+
+
 def test_mix_component_takes_integers_of_any_size_and_sign():
     numbers = [sign * 2**bits + step for sign in (1, -1) for bits in (7, 8, 63, 64, 200) for step in (-1, 0, 1)]
     assert len({hash_of(number) for number in numbers}) == len(set(numbers))
@@ -191,6 +196,7 @@ def test_mix_component_takes_integers_of_any_size_and_sign():
         (((1, 2), 3), (1, (2, 3))),
         (((), (())), ((()), ((),))),
         ((1, 2), (2, 1)),
+        ((None, 1), (1, None)),
     ],
 )
 def test_mix_component_sees_how_values_are_nested(one, other):
