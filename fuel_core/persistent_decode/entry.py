@@ -168,15 +168,15 @@ def _persistent(
             return _fresh(model, ids, cache, ctx)
         ctx.stats.rebinds += 1
         return logits[0, -1]
-    if disposition is Disposition.ABSENT:
-        reason = Reason.FIRST_STEP if nearest is None else reason_for(nearest.component)
-        ctx.record(Disposition.ABSENT, reason, nearest)
-        if nearest is not None:
-            ctx.count_replan(reason)
     built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx)
     cache.advance(ids)
     slot.session = built.session
     ctx.stats.plans_built += 1
+    if disposition is Disposition.ABSENT:  # not before: a build that failed replaced nothing
+        reason = Reason.FIRST_STEP if nearest is None else reason_for(nearest.component)
+        ctx.record(Disposition.ABSENT, reason, nearest)
+        if nearest is not None:
+            ctx.count_replan(reason)
     return built.logits[0, -1]
 
 
