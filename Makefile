@@ -18,7 +18,7 @@ P ?= fuel-llama
 CORE ?= wheel
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench clean
+.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench sabotage clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -90,6 +90,11 @@ test-plugin-wheel: $(VENV)/.test $(WHEEL_VENV)/.deps
 
 bench: $(VENV)/.installed $(VENV)/.model ## D1 and D2 on the same prompt
 	$(BIN)/fuel bench "$(MODEL)"
+
+# Every defect of the table over every suite: most of an hour. Not part of `make test`.
+sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests each planted defect turns red
+	$(BIN)/python -m fuel_core.testing.sabotage --suite tests $(foreach plugin,$(PLUGINS),--suite plugins/$(plugin)/tests) \
+		--out docs/sabotage.md
 
 clean: ## remove the environments and what builds left behind
 	rm -rf $(VENV) $(WHEEL_VENV) build dist plugins/*/build plugins/*/dist

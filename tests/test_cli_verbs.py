@@ -118,7 +118,6 @@ def test_chat_without_a_template_is_a_user_error_that_names_the_way_out(
         ("--plan", "nope", "nope"),
         ("--family", "nope", "nope"),
         ("--max-seq-len", "2", "2"),
-        ("--device", "nowhere", "nowhere"),
     ],
 )
 def test_wrong_option_value_is_a_user_error_that_names_it(
