@@ -205,18 +205,12 @@ class InferenceContext:
         """Note a decision: the last 64 are kept, equal ones in a row as one."""
         component = None if difference is None else difference.component
         was, now = (None, None) if difference is None else (difference.was, difference.now)
-        last = self.plan_events[-1] if self.plan_events else None
-        if last is not None and (last.disposition, last.reason, last.component, last.was, last.now) == (
-            disposition,
-            reason,
-            component,
-            was,
-            now,
-        ):
-            event = replace(last, count=last.count + 1)
-            self.plan_events[-1] = event
-            return event
         event = PlanEvent(self.step, disposition, reason, component, was, now)
+        last = self.plan_events[-1] if self.plan_events else None
+        # A count stands for consecutive steps, so that "steps 3..64" is true of every step between.
+        if last is not None and last == replace(event, step=self.step - last.count, count=last.count):
+            event = self.plan_events[-1] = replace(last, count=last.count + 1)
+            return event
         self.plan_events.append(event)
         log.debug("%s", event)
         if self.explain_plan:
