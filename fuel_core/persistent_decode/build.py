@@ -59,6 +59,17 @@ def check_step(model: PersistentDecodeModel, n_tokens: int, cache: KvCache, ctx:
             raise GeometryError(f"{where}: {name} covers {plan.n_layers} layers, the model has {len(specs)}")
 
 
+def _check_weights(model: DecodeBackbone, cache: KvCache, entry: str) -> None:
+    """Refuse weights that are not where the cache is. Not needed on a rebind: weights that moved rebuild the plan."""
+    if all(parameter.device == cache.device for parameter in model.parameters()):
+        return
+    name, found = next((n, p.device) for n, p in model.named_parameters() if p.device != cache.device)
+    raise GeometryError(
+        f"{model.decode_family()}::{entry}: parameter {name} is on {found}, the KV cache on {cache.device}; load the "
+        "weights, or move the model or the cache"
+    )
+
+
 def session_key(model: PersistentDecodeModel, cache: KvCache, ctx: InferenceContext) -> SessionKey:
     """The key that a held plan must match to serve the next single-token step."""
     return SessionKey(
@@ -213,6 +224,7 @@ def build_decode_graph(
     The cache is not advanced here. Raises what ``check_step`` raises, RecordingError when the step cannot be recorded.
     """
     check_step(model, len(token_ids), cache, ctx, mode.value)
+    _check_weights(model, cache, mode.value)
     device_offset = ctx.offset_path == "device"
     cache.begin_step(len(token_ids), scrub=device_offset)
     held = mode is DataConsts.REBINDABLE

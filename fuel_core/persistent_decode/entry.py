@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -41,7 +41,13 @@ def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int
             )
         ids = token_ids.tolist()
     else:
-        ids = list(token_ids)
+        try:
+            ids = list(token_ids)
+        except TypeError:
+            raise DecodeError(
+                f"{family}: token ids must be a list or an int64 tensor, found {type(token_ids).__name__}; for one "
+                "token pass a list of one"
+            ) from None
         if not all(type(i) is int for i in ids):
             found = next(type(i).__name__ for i in ids if type(i) is not int)
             raise DecodeError(f"{family}: token ids must be integers, found {found}")
@@ -51,10 +57,16 @@ def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int
     return ids
 
 
+def _no_autocast(device_type: str) -> AbstractContextManager[object]:
+    """The cache's dtype decides what a step computes in; recorded under a caller's autocast it would stay so."""
+    enabled = torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=False) if enabled else nullcontext()
+
+
 @contextmanager
 def _step(ctx: InferenceContext, cache: KvCache, n_tokens: int) -> Iterator[None]:
     """One forward call: serialised per context, no autograd, timed; a failure leaves the cache where it was."""
-    with ctx.lock, torch.inference_mode(False), torch.no_grad():
+    with ctx.lock, torch.inference_mode(False), torch.no_grad(), _no_autocast(ctx.device.type):
         ctx.step += 1
         started = time.perf_counter()
         try:

@@ -178,7 +178,8 @@ def _scratch(
         if name in segment.capacity_axis:
             shape[segment.capacity_axis[name]] = capacity
         if like.dtype.is_floating_point:
-            values = torch.randn(shape, generator=generator) * 0.5
+            # The device is named, for the caller may have set another default.
+            values = torch.randn(shape, generator=generator, device="cpu") * 0.5
             scratch[name] = values.to(device=like.device, dtype=like.dtype)
         else:
             # A valid token id and a valid write offset, and not the 0 that would hide a baked offset.
