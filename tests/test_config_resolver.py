@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import FrozenInstanceError, dataclass
 from typing import Any
 
@@ -107,6 +109,19 @@ def test_spec_is_frozen_hashable_and_blind_to_sources() -> None:
     assert hash(one) != hash(resolve({**TINY, "dtype": "bfloat16", "vocab_size": 41}))
     with pytest.raises(FrozenInstanceError):
         one.vocab_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda spec: pickle.loads(pickle.dumps(spec))])
+def test_spec_is_copied_with_its_sources_and_stays_frozen(how: Any) -> None:
+    spec = resolve(TINY)
+    other = how(spec)
+    assert other is not spec
+    assert other == spec
+    assert dict(other.sources) == dict(spec.sources) != {}
+    with pytest.raises(TypeError):
+        other.sources["hidden_size"] = "elsewhere"
+    with pytest.raises(FrozenInstanceError):
+        other.hidden_size = 1
 
 
 def test_spec_of_a_family_extends_the_common_one() -> None:

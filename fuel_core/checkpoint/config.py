@@ -240,6 +240,13 @@ class DecoderConfig:
     dtype: str = "float32"
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False, repr=False)
 
+    # A mapping proxy is neither copied nor pickled, and a model that cannot be copied is no use to anyone.
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "sources": dict(self.sources)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, sources=MappingProxyType(state["sources"]))
+
 
 _Spec = TypeVar("_Spec", bound=DecoderConfig)
 
