@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fuel_core.errors import GeometryError
 from fuel_core.kv_cache import LayerStateSpec, StateSlot
 from fuel_core.mask_and_rope import MaskPlan, RopePlan, build_decode_mask_variants, build_rope_tables
 
@@ -80,11 +81,11 @@ class DecodeLayerInputs:
         return self.h.shape[1]
 
     def slot(self, name: str) -> StateSlot:
-        """The slot called ``name``. Raises KeyError naming what the layer keeps."""
+        """The slot called ``name``. Raises GeometryError naming what the layer keeps."""
         for slot in self.state_spec.slots:
             if slot.name == name:
                 return slot
-        raise KeyError(f"layer {self.layer_idx} keeps {[s.name for s in self.state_spec.slots]}, not {name!r}")
+        raise GeometryError(f"layer {self.layer_idx} keeps {[s.name for s in self.state_spec.slots]}, not {name!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from fuel_core.plan_backends import HIDDEN, HeldPlan, Segment, SegmentBinding, S
 from fuel_core.token_data import DecodeLayerInputs, DecodeTokenData
 
 __all__ = ["DataConsts", "build_decode_graph", "check_step", "decode_segments", "session_key"]
+
+# What a step computes in is the cache's dtype; products, masks and casts exist for these.
+_ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class DataConsts(enum.Enum):
@@ -51,6 +55,10 @@ def check_step(model: PersistentDecodeModel, n_tokens: int, cache: KvCache, ctx:
         raise GeometryError(
             f"{where}: layer {layer} keeps {specs[layer]}, the KV cache holds {cache.specs[layer]}; allocate the cache "
             "from model.layer_state_specs()"
+        )
+    if cache.dtype not in _ACTIVATION_DTYPES:
+        raise GeometryError(
+            f"{where}: a KV cache in float32, bfloat16 or float16 is expected, found {cache.dtype}; allocate it anew"
         )
     if cache.device != ctx.device:
         raise GeometryError(f"{where}: the context is on {ctx.device}, the KV cache on {cache.device}; use one device")
@@ -146,24 +154,27 @@ def decode_segments(
     ]
 
 
-class _Unreadable(int):
+class _UnreadableOnDevicePath:
     """Stands for the integers on the device-offset path, where a step that read one would bake it."""
 
     def __repr__(self) -> str:
         return "<not readable on the device-offset path>"
 
-    def _refuse(self, *_: object) -> int:
+    def _refuse(self, *_: object) -> NoReturn:
         raise GeometryError(
             "cached_len, attended_len and window_start are not readable on the device-offset path; use "
             "layers.read_state, layers.live_mask and layers.write_state, which serve both paths"
         )
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __index__ = _refuse
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __floordiv__ = __mod__ = _refuse  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = __abs__ = __index__ = __int__ = _refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+    __truediv__ = __rtruediv__ = __float__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __hash__ = _refuse
+    __eq__ = __ne__ = _refuse
 
 
-# Below every valid position, so that even code that reaches the raw value in C is refused by torch.
-_UNREADABLE: int = _Unreadable(-(2**62))
+# No int, so that torch cannot take its value either: it refuses the type, and names it.
+_UNREADABLE: int = cast(int, _UnreadableOnDevicePath())
 
 
 def bind_segments(
