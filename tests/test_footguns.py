@@ -352,7 +352,7 @@ def test_a_token_tensor_that_is_changed_later_is_not_read_again(model: ToyBackbo
     assert run.cache.token_ids[-2] == 7
 
 
-# -- edges of the cache --------------------------------------------------------------------------------------------------
+# -- edges of the cache --------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_of_one_token_at_position_zero_plans_for_every_position(model: ToyBackbone, path: str) -> None:
@@ -420,7 +420,7 @@ def test_a_window_change_to_wider_than_the_cache_and_back_keeps_the_plan(model: 
     assert run.plans == (1, 8)
 
 
-# -- caches and contexts that do not fit ---------------------------------------------------------------------------------
+# -- caches and contexts that do not fit ---
 
 
 def test_a_cache_on_another_device_is_refused(model: ToyBackbone, path: str) -> None:
@@ -501,7 +501,7 @@ def test_eight_threads_with_their_own_contexts_share_a_model(path: str) -> None:
     assert not failures
 
 
-# -- failures in the middle of a step -------------------------------------------------------------------------------------
+# -- failures in the middle of a step ---
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -17,7 +17,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_backbone import ToyBackbone, ToyConfig, fill, reference
@@ -231,7 +238,8 @@ class Interleavings(RuleBasedStateMachine):
         else:
             reasons = predicted.one_token(model, cache)
         given = {r for r, n in ctx.stats.replans.items() if n != before.get(r, 0)}
-        assert given <= reasons and len(given) == bool(reasons), f"replanned for {given}, expected one of {reasons}"
+        assert len(given) == bool(reasons), f"replanned for {given}, expected one of {reasons}"
+        assert given <= reasons
         cache.ids += ids
         cache.under += [(model.uid, model.content, model.live)] * len(ids)
         self.check_logits(cache, model, ids, logits)
@@ -384,7 +392,11 @@ class Interleavings(RuleBasedStateMachine):
         model.backbone.layers[layer].v_proj.weight.mul_(-0.9)
         model.content += 1
 
-    @rule(m=st.integers(0, 2), layer=st.integers(0, 1), how=st.sampled_from(["parameter", "data", "to", "assign", "module"]))
+    @rule(
+        m=st.integers(0, 2),
+        layer=st.integers(0, 1),
+        how=st.sampled_from(["parameter", "data", "to", "assign", "module"]),
+    )
     def move_weights(self, m: int, layer: int, how: str) -> None:
         model = self.models[m]
         backbone, chosen = model.backbone, model.backbone.layers[layer]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from fuel_core.errors import RecordingError
 
 __all__ = ["BoundInt", "ProbeLog", "probe"]
 
-# A constant tensor of at most this many elements is part of the code; a larger one must be a parameter or buffer.
+# A tensor written out in the layer's code may have at most this many elements; a larger one is data.
 _MAX_LITERAL = 64
 
 
@@ -32,33 +32,45 @@ class BoundInt(int):
     def _refuse(self, *_: object) -> NoReturn:
         raise _BoundIntRead
 
-    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refuse
-    __bool__ = __float__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
-    __hash__ = int.__hash__
+    # Also what would come out as a plain number, which nobody could refuse any more.
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __hash__ = _refuse
+    __bool__ = __int__ = __float__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refuse
+    __truediv__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse
+    __pow__ = __rpow__ = __abs__ = __invert__ = __and__ = __or__ = __xor__ = _refuse
+    __rand__ = __ror__ = __rxor__ = __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse
+    bit_length = bit_count = _refuse
 
     def __add__(self, other: int) -> BoundInt:
-        return BoundInt(int.__add__(self, other))
+        return _bound(int.__add__(self, other))
 
     def __sub__(self, other: int) -> BoundInt:
-        return BoundInt(int.__sub__(self, other))
+        return _bound(int.__sub__(self, other))
 
     def __rsub__(self, other: int) -> BoundInt:
-        return BoundInt(int.__rsub__(self, other))
+        return _bound(int.__rsub__(self, other))
 
     def __mul__(self, other: int) -> BoundInt:
-        return BoundInt(int.__mul__(self, other))
+        return _bound(int.__mul__(self, other))
 
     def __floordiv__(self, other: int) -> BoundInt:
-        return BoundInt(int.__floordiv__(self, other))
+        return _bound(int.__floordiv__(self, other))
 
     def __mod__(self, other: int) -> BoundInt:
-        return BoundInt(int.__mod__(self, other))
+        return _bound(int.__mod__(self, other))
 
     def __neg__(self) -> BoundInt:
         return BoundInt(int.__neg__(self))
 
+    def __pos__(self) -> BoundInt:
+        return self
+
     __radd__ = __add__
     __rmul__ = __mul__
+
+
+def _bound(result: int) -> BoundInt:
+    # NotImplemented lets the other operand try: a tensor computes with an integer by itself.
+    return cast(BoundInt, result) if result is NotImplemented else BoundInt(result)
 
 
 class _BoundIntRead(Exception):
@@ -87,17 +99,17 @@ class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.weights: list[Tensor] = []
         self.ops: list[Hashable] = []
 
-    def _name(self, tensor: Tensor) -> Hashable:
+    def _name(self, tensor: Tensor, literal: bool = False) -> Hashable:
         name = self.names.get(id(tensor))
         if name is not None:
             return name
         if self.owned.get(id(tensor)) is tensor:
             name = ("weight", len(self.weights), tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device))
             self.weights.append(tensor)
-        elif tensor.numel() <= _MAX_LITERAL:
+        elif literal and tensor.numel() <= _MAX_LITERAL:
             with torch.utils._python_dispatch._disable_current_modes():
-                literal = repr(tensor.detach().cpu().tolist())
-            name = ("literal", tuple(tensor.shape), tensor.dtype, literal)
+                values = repr(tensor.detach().cpu().tolist())
+            name = ("literal", tuple(tensor.shape), tensor.dtype, values)
         else:
             raise RecordingError(
                 f"{self.where}: reads a tensor of shape {list(tensor.shape)} that is neither an input nor a parameter "
@@ -114,14 +126,20 @@ class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return ("seq", *(self._canonical(item) for item in value))
         if isinstance(value, dict):
             return ("map", *((key, self._canonical(item)) for key, item in sorted(value.items())))
-        if isinstance(value, bool | float):
-            return (type(value).__name__, value)
+        if isinstance(value, float):
+            return ("float", value.hex())  # by its bits: -0.0 is not 0.0, and nan is nan
+        if isinstance(value, bool):
+            return ("bool", value)
         if isinstance(value, int):
-            return int(value)
+            return int.__index__(value)
         return value if value is None or isinstance(value, str) else str(value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.ops.aten.lift_fresh.default:
+            # torch.tensor(...) in the layer's own code. Any other tensor that nobody registered could be written to
+            # later, and the recording, which other models share, would not follow.
+            self._name(args[0], literal=True)
         entry = (str(func), self._canonical(args), self._canonical(kwargs))
         if func is torch.ops.aten._local_scalar_dense.default:
             # A value read back to Python differs from layer to layer (routing); any one of them shows the structure.

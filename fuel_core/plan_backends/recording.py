@@ -143,14 +143,22 @@ def record_program(
     before = _shared.made
     program: list[ProgramSegment] = []
     hidden: Tensor | None = None
+    elsewhere: dict[Hashable, Hashable] = {}
     with _shared.lock:
         for segment, example in zip(segments, examples, strict=True):
             where = f"{family}::{segment.name}"
             scratch = _scratch(segment, example, hidden, _RECORD_CAPACITY)
             symbols = {name: _RECORD_AT[name] for name in segment.symbols}
             log = probe(segment.call, scratch, symbols, by_id, where)
+            key: Hashable = (torch.__version__, segment.tensors, segment.symbols, _metas(segment, scratch), log.ops)
+            if key not in elsewhere:
+                # At other lengths as well: a number that happens to equal one of the lengths, or a branch on a value
+                # computed from one, looks like another layer's honest use of it at one set of lengths only.
+                other = _scratch(segment, example, hidden, _VERIFY_CAPACITY)
+                lengths = {name: _VERIFY_AT[name] for name in segment.symbols}
+                elsewhere[key] = probe(segment.call, other, lengths, by_id, where).ops
+            key = (key, elsewhere[key])
             hidden = log.output
-            key = (torch.__version__, segment.tensors, segment.symbols, _metas(segment, scratch), log.ops)
             recording = _shared.by_log.get(key)
             if recording is None or not recording.as_traced:
                 recording = _record(segment, scratch, log, where)
@@ -315,7 +323,7 @@ def _verify(segment: Segment, recording: Recording, scratch: Mapping[str, Tensor
     pairs = [(expected, found), *((theirs[name], ours[name]) for name in theirs)]
     for a, b in pairs:
         # Exact: the recording calls the same kernels on the same values. NaN may stand where NaN stands.
-        if a.shape != b.shape or a.dtype != b.dtype or not torch.equal(a.nan_to_num(), b.nan_to_num()):
+        if a.shape != b.shape or a.dtype != b.dtype or not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
             raise RecordingError(
                 f"{where}: the recording differs from the layer at other lengths than it was recorded at; the layer "
                 "reads something that is neither bound nor baked. Run it with plan='off'"
