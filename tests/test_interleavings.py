@@ -183,7 +183,9 @@ class FailAtOp(TorchDispatchMode):
 
 
 any_token = st.integers(0, BASE.vocab_size - 1)
-pick = st.integers(0, 7)
+# Half of the time what was used last is used again: what follows a change matters more than how many there are.
+pick = st.integers(0, 9)
+LAST = 5
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -199,6 +201,7 @@ class Interleavings(RuleBasedStateMachine):
         ]
         self.off = InferenceContext("cpu", offset_path=self.offset_path, plan="off")
         self.caches: list[Cache] = []
+        self.last: tuple[Cache, Model, bool] | None = None
         for kind, capacity in ((2, 12), (2, 12), (4, 12)):
             self.new_cache(kind, capacity, torch.float32)
 
@@ -206,8 +209,20 @@ class Interleavings(RuleBasedStateMachine):
         specs = next(m for m in self.models if m.kind == kind).backbone.layer_state_specs()
         self.caches.append(Cache(specs, kind, capacity, dtype))
 
+    def cache(self, c: int) -> Cache:
+        if c >= LAST and self.last is not None and self.last[0] in self.caches:
+            return self.last[0]
+        return self.caches[c % len(self.caches)]
+
+    def model(self, m: int) -> int:
+        if m >= LAST and self.last is not None and self.last[1] in self.models:
+            return self.models.index(self.last[1])
+        return m % 3
+
     def choose(self, c: int, m: int) -> tuple[Cache, Model]:
-        cache = self.caches[c % len(self.caches)]
+        cache, model = self.cache(c), self.models[self.model(m)]
+        if model.kind == cache.kind:
+            return cache, model
         fitting = [model for model in self.models if model.kind == cache.kind]
         return cache, fitting[m % len(fitting)]
 
@@ -240,6 +255,7 @@ class Interleavings(RuleBasedStateMachine):
         given = {r for r, n in ctx.stats.replans.items() if n != before.get(r, 0)}
         assert len(given) == bool(reasons), f"replanned for {given}, expected one of {reasons}"
         assert given <= reasons
+        self.last = (cache, model, small)
         cache.ids += ids
         cache.under += [(model.uid, model.content, model.live)] * len(ids)
         self.check_logits(cache, model, ids, logits)
@@ -274,6 +290,11 @@ class Interleavings(RuleBasedStateMachine):
         for i in range(repeat):
             self.step(cache, model, [(token + i) % BASE.vocab_size], small)
 
+    @rule(token=any_token)
+    def again(self, token: int) -> None:
+        if self.last is not None and self.last[0] in self.caches and self.last[1] in self.models:
+            self.step(self.last[0], self.last[1], [token], self.last[2])
+
     @rule(token=any_token, small=st.booleans())
     def alternate(self, token: int, small: bool) -> None:
         for cache in self.caches[:3]:
@@ -300,7 +321,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(c=pick, keep=st.integers(0, 11))
     def truncate(self, c: int, keep: int) -> None:
-        cache = self.caches[c % len(self.caches)]
+        cache = self.cache(c)
         n = min(keep, len(cache.ids))
         cache.real.truncate_to(n)
         old, cache.shadow = cache.shadow, cache.fresh_shadow()
@@ -309,7 +330,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(c=pick)
     def clear(self, c: int) -> None:
-        cache = self.caches[c % len(self.caches)]
+        cache = self.cache(c)
         cache.real.clear()
         cache.shadow = cache.fresh_shadow()
         cache.ids, cache.under = [], []
@@ -317,7 +338,7 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(c=pick, layer=st.integers(0, 1), dirty=st.booleans())
     def set_layer(self, c: int, layer: int, dirty: bool) -> None:
-        cache = self.caches[c % len(self.caches)]
+        cache = self.cache(c)
         cache.real.ensure_storage()
         buffers = {name: t.clone() for name, t in cache.real.layer(layer).items()}
         if dirty:  # rows that no step has written are the caller's leftovers
@@ -334,7 +355,9 @@ class Interleavings(RuleBasedStateMachine):
     @rule(c=pick)
     def replace_cache(self, c: int) -> None:
         """The old buffers are freed first, so that the new ones are likely to get their addresses."""
-        old = self.caches.pop(c % len(self.caches))
+        old = self.cache(c)
+        self.caches.remove(old)
+        self.last = None
         kind, capacity, dtype = old.kind, old.real.max_seq_len, old.real.dtype
         del old
         gc.collect(0)
@@ -343,40 +366,42 @@ class Interleavings(RuleBasedStateMachine):
 
     # -- models -----------------------------------------------------------------------------------------
 
-    @rule(m=st.integers(0, 2))
+    @rule(m=pick)
     def replace_model(self, m: int) -> None:
+        m, self.last = self.model(m), None
         config = self.models[m].backbone.config
         self.models[m] = None  # type: ignore[call-overload]
         gc.collect(0)
         self.models[m] = Model(config)
 
-    @rule(m=st.integers(0, 2))
+    @rule(m=pick)
     def copy_model(self, m: int) -> None:
+        m = self.model(m)
         old, Model.count = self.models[m], Model.count + 1
         new = copy.copy(old)
         new.uid, new.epoch, new.kept_alive = Model.count, 0, []
         new.backbone = copy.deepcopy(old.backbone)
         self.models[m] = new
 
-    @rule(m=st.integers(0, 2), window=st.sampled_from([None, 1, 2, 4, 40]), which=st.sampled_from([(0,), (1,), (0, 1)]))
+    @rule(m=pick, window=st.sampled_from([None, 1, 2, 4, 40]), which=st.sampled_from([(0,), (1,), (0, 1)]))
     def assign_mask(self, m: int, window: int | None, which: tuple[int, ...]) -> None:
-        model = self.models[m]
+        model = self.models[self.model(m)]
         plan = MaskPlan.dense(2) if window is None else MaskPlan.per_layer_window(2, window, lambda i: i in which)
         model.backbone.mask_plan = plan
         model.mask_override = (window, which)
 
-    @rule(m=st.integers(0, 2), thetas=st.sampled_from([(100.0,), (50.0, 50.0), (100.0, 9000.0), (7.0, 300.0)]))
+    @rule(m=pick, thetas=st.sampled_from([(100.0,), (50.0, 50.0), (100.0, 9000.0), (7.0, 300.0)]))
     def assign_rope(self, m: int, thetas: tuple[float, ...]) -> None:
-        model = self.models[m]
+        model = self.models[self.model(m)]
         first, last = RopeVariant.default(10, thetas[0]), RopeVariant.default(10, thetas[-1])
         model.backbone.rope_plan = RopePlan.per_layer_variant(2, last, first, lambda i: i % 2 == 1)
         model.rope_override = thetas
 
-    @rule(m=st.integers(0, 2), window=st.sampled_from([None, 2, 5]), thetas=st.sampled_from([(20.0,), (20.0, 700.0)]),
+    @rule(m=pick, window=st.sampled_from([None, 2, 5]), thetas=st.sampled_from([(20.0,), (20.0, 700.0)]),
           what=st.sampled_from(["window", "thetas", "both"]))  # fmt: skip
     def reconfigure(self, m: int, window: int | None, thetas: tuple[float, ...], what: str) -> None:
         """Takes the place of assigned plans as well."""
-        model = self.models[m]
+        model = self.models[self.model(m)]
         if model.backbone.config.windowed_layers is None:
             window = None
         changes: dict[str, Any] = {"window": window} if what != "thetas" else {}
@@ -386,19 +411,19 @@ class Interleavings(RuleBasedStateMachine):
         model.config_live = Live(config.window, config.windowed_layers or (), config.rope_thetas)
         model.mask_override = model.rope_override = None
 
-    @rule(m=st.integers(0, 2), layer=st.integers(0, 1))
+    @rule(m=pick, layer=st.integers(0, 1))
     def edit_weight_in_place(self, m: int, layer: int) -> None:
-        model = self.models[m]
+        model = self.models[self.model(m)]
         model.backbone.layers[layer].v_proj.weight.mul_(-0.9)
         model.content += 1
 
     @rule(
-        m=st.integers(0, 2),
+        m=pick,
         layer=st.integers(0, 1),
         how=st.sampled_from(["parameter", "data", "to", "assign", "module"]),
     )
     def move_weights(self, m: int, layer: int, how: str) -> None:
-        model = self.models[m]
+        model = self.models[self.model(m)]
         backbone, chosen = model.backbone, model.backbone.layers[layer]
         # Kept alive: storage freed here could be handed out again, and then nothing would have moved.
         model.kept_alive += [p.data for p in backbone.parameters()]

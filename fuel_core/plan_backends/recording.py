@@ -27,6 +27,8 @@ __all__ = ["Recording", "StepProgram", "record_program", "recordings_made"]
 # Hints of the bound integers and of the capacity while recording: distinct, above every small special case.
 _RECORD_AT = {"cached_len": 91, "attended_len": 92, "window_start": 37}
 _RECORD_CAPACITY = 257
+# Where two segments must do the same as well to be taken for one: about as short as a step can be.
+_COMPARE_AT = {"cached_len": 1, "attended_len": 2, "window_start": 0}
 # Where the recording is checked: other lengths, another capacity, a window start of 0.
 _VERIFY_AT = {"cached_len": 5, "attended_len": 6, "window_start": 0}
 _VERIFY_CAPACITY = 11
@@ -155,7 +157,7 @@ def record_program(
                 # At other lengths as well: a number that happens to equal one of the lengths, or a branch on a value
                 # computed from one, looks like another layer's honest use of it at one set of lengths only.
                 other = _scratch(segment, example, hidden, _VERIFY_CAPACITY)
-                lengths = {name: _VERIFY_AT[name] for name in segment.symbols}
+                lengths = {name: _COMPARE_AT[name] for name in segment.symbols}
                 elsewhere[key] = probe(segment.call, other, lengths, by_id, where).ops
             key = (key, elsewhere[key])
             hidden = log.output
