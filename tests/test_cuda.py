@@ -31,8 +31,11 @@ TOYS = {
 
 
 @pytest.fixture(autouse=True)
-def _full_float32(monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def _full_float32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def errors_of(name, dtype=torch.float32, **context):
