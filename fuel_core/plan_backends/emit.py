@@ -70,6 +70,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 _SAFE_OVERLOADS = frozenset({"default", "Tensor", "int", "dtype", "dim", "Tensor_Scalar", "Scalar", "src", "sizes"})
 
+# Overloads of safe names whose torch function takes other arguments, or has none.
+_AS_THEMSELVES = frozenset({"bmm.dtype", "copy_.Tensor", "copy_.int", "mm.dtype"})
+
 _INFIX = {
     operator.add: "+",
     operator.sub: "-",
@@ -122,10 +125,11 @@ class _Writer:
             return f"{args[0]}[{args[1]}]"
         if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
             name, overload = target._schema.name.split("::")[1], target._overloadname
-            if overload in _SAFE_OVERLOADS:
+            if overload in _SAFE_OVERLOADS and f"{name}.{overload}" not in _AS_THEMSELVES:
                 if name in _METHODS and args:
                     return f"{args[0]}.{name}({', '.join([*args[1:], *keywords])})"
-                if name in _FUNCTIONS:
+                # A third positional argument of these is alpha in ATen and another operand in the torch function.
+                if name in _FUNCTIONS and not (name in ("add", "sub") and len(args) > 2):
                     function = self.constant(_FUNCTIONS[name], name)
                     return f"{function}({', '.join([*args, *keywords])})"
         function = self.constant(target, "op")
