@@ -45,6 +45,7 @@ _HOME = {
     "Reason": "fuel_core.persistent_decode",
     "RopePlan": "fuel_core.mask_and_rope",
     "RopeVariant": "fuel_core.mask_and_rope",
+    "SamplingParams": "fuel_core.generation",
     "SessionSlot": "fuel_core.persistent_decode",
     "ShapeKey": "fuel_core.decode_shape",
     "ShapeKeyHasher": "fuel_core.decode_shape",
@@ -92,6 +93,7 @@ __all__ = [
     "Reason",
     "RopePlan",
     "RopeVariant",
+    "SamplingParams",
     "SessionSlot",
     "ShapeKey",
     "ShapeKeyHasher",
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     from fuel_core.decode_shape import KvAllocId, ModelInstanceId, ShapeKey, ShapeKeyHasher, explain
     from fuel_core.errors import FuelError
     from fuel_core.families import FAMILY_API, Family, hookimpl
-    from fuel_core.generation import Generation
+    from fuel_core.generation import Generation, SamplingParams
     from fuel_core.kv_cache import KeyValue, KvCache, LayerStateSpec, Slots, StateSlot
     from fuel_core.llm import Completion, LanguageModel, load
     from fuel_core.mask_and_rope import MaskPlan, RopePlan, RopeVariant

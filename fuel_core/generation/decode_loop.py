@@ -1,27 +1,33 @@
 """One generation: prompt in, one token a step out, until a stop id or a limit.
 
-Drives `forward_decode_step` and nothing below it. Knows neither text nor plans, and allocates no cache.
+Drives `forward_decode_step` and nothing below it. Knows neither text nor plans, and allocates no cache but a snapshot.
 """
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from torch import Tensor
+
 from fuel_core.errors import CacheStateError, CapacityError, GenerationError
-from fuel_core.generation.sampling import Sampler, greedy
+from fuel_core.generation.sampling import Sampler, SamplingParams, TokenLogprob, TokenSampler, token_logprob
+from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode import forward_decode_step
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
-    from fuel_core.kv_cache import KvCache
     from fuel_core.persistent_decode import InferenceContext
 
-__all__ = ["FinishReason", "GeneratedToken", "Generation", "check_max_new_tokens"]
+__all__ = ["PREFILL_CHUNK", "FinishReason", "GeneratedToken", "Generation", "check_max_new_tokens", "prefill_chunks"]
 
 FinishReason = Literal["stop", "length"]
+
+PREFILL_CHUNK = 512
+"""Most prompt tokens that run at once, unless told otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +35,13 @@ class GeneratedToken:
     """One generated token.
 
     `index` counts generated tokens from 0. `finish_reason` is set on the last one: "stop" when `token_id` is a stop
-    id, "length" when the token limit or the capacity of the cache is reached.
+    id, "length" when the token limit or the capacity of the cache is reached. `logprob` is there if asked for.
     """
 
     token_id: int
     index: int
     finish_reason: FinishReason | None = None
+    logprob: TokenLogprob | None = None
 
 
 class Generation:
@@ -45,8 +52,18 @@ class Generation:
     (`cached_tokens`), except that the last prompt token always is, since its logits are needed. The sequence may not
     touch `cache` in between from elsewhere.
 
-    `grow(cache)` is asked for a larger cache holding the same positions when the cache is full; None from it, or no
-    `grow`, ends the generation with "length".
+    - `sampling`: how tokens are chosen (greedy by default); `sampler` replaces the choice itself.
+    - `prefill_chunk`: most prompt tokens that run at once (2 at least; one more where a single token would be left
+      over, which would be a decode step). Memory for a prompt follows the chunk, results do not.
+    - `on_progress(done, total)`: called with prompt tokens after each chunk; an exception from it ends the step, and
+      the chunks done so far are not computed again by the next.
+    - `grow(cache)`: asked for a larger cache holding the same positions when the cache is full; None from it, or no
+      `grow`, ends the generation with "length".
+    - `reuse_cache=False`: compute the whole prompt whatever the cache holds.
+    - `forkable`: keep what `fork` needs where state cannot be rewound.
+
+    An exception inside a step (KeyboardInterrupt included) leaves the generation usable: the next `step` finds out
+    what the cache holds and computes the rest.
 
     Raises GenerationError for an empty prompt, ids outside the vocabulary or a limit below 1, and CapacityError for
     a prompt longer than the cache; all before anything is computed.
@@ -61,11 +78,19 @@ class Generation:
         *,
         max_new_tokens: int,
         stop_token_ids: Collection[int] = frozenset(),
-        sampler: Sampler = greedy,
+        sampling: SamplingParams | None = None,
+        sampler: Sampler | None = None,
         grow: Callable[[KvCache], KvCache | None] | None = None,
+        prefill_chunk: int = PREFILL_CHUNK,
+        on_progress: Callable[[int, int], None] | None = None,
+        reuse_cache: bool = True,
+        forkable: bool = False,
     ) -> None:
-        prompt = _checked_ids(token_ids, backbone.decode_dims().vocab)
+        vocab = backbone.decode_dims().vocab
+        prompt = _checked_ids(token_ids, vocab)
         check_max_new_tokens(max_new_tokens)
+        if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
+            raise GenerationError(f"prefill_chunk: a whole number of at least 1 expected, found {prefill_chunk!r}")
         if len(prompt) > cache.max_seq_len:
             raise CapacityError(
                 f"prompt has {len(prompt)} tokens, the KV cache has capacity {cache.max_seq_len}; "
@@ -74,14 +99,27 @@ class Generation:
         self.backbone, self.cache, self.ctx = backbone, cache, ctx
         self.max_new_tokens = max_new_tokens
         self.stop_token_ids = frozenset(stop_token_ids)
+        self.sampling = SamplingParams() if sampling is None else sampling
+        self.prefill_chunk = prefill_chunk
+        self.on_progress = on_progress
         self.cached_tokens = 0
         """Prompt tokens taken over from the cache instead of computed; known after the first step."""
         self.finish_reason: FinishReason | None = None
-        self._sampler = sampler
+        self._vocab = vocab
+        self._prompt_len = len(prompt)
+        self._token_sampler = TokenSampler(self.sampling, vocab=vocab, prompt_len=self._prompt_len)
+        self._sampler: Sampler = self._token_sampler if sampler is None else sampler
         self._grow = grow
         self._ids = prompt
-        self._prompt_len = len(prompt)
-        self._expected_len: int | None = None
+        self._reuse_cache = reuse_cache
+        self._forkable = forkable
+        # Whether the last step ended well, so that the cache holds every id but the newest.
+        self._settled = False
+        self._started = False
+        # Logits of a finished forward, and the number of ids they follow: valid for exactly that many.
+        self._logits: tuple[int, Tensor] | None = None
+        self._prompt_logits: Tensor | None = None
+        self._snapshot: KvCache | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -98,6 +136,11 @@ class Generation:
         """Ids generated so far, a stop id included (a copy)."""
         return self._ids[self._prompt_len :]
 
+    @property
+    def seed(self) -> int | None:
+        """The seed in use; None where nothing is drawn."""
+        return self._token_sampler.seed
+
     def finish(self, reason: FinishReason = "stop") -> None:
         """End the generation from outside, as a stop string in its text does."""
         if self.finish_reason is None:
@@ -111,39 +154,113 @@ class Generation:
         """
         if self.finish_reason is not None:
             return None
-        logits = forward_decode_step(self.backbone, self._next_input(), self.cache, self.ctx)
-        self._expected_len = self.cache.cached_len
+        if self._logits is None or self._logits[0] != len(self._ids):
+            settled, self._settled = self._settled, False
+            self._logits = (len(self._ids), self._decode() if settled else self._catch_up())
+        logits = self._logits[1]
         token_id = self._sampler(logits, self._ids)
-        self._ids.append(token_id)
-        index = len(self._ids) - self._prompt_len - 1
+        logprob = None if self.sampling.logprobs is None else token_logprob(logits, token_id, self.sampling.logprobs)
+        index = len(self._ids) - self._prompt_len
+        reason: FinishReason | None = None
         if token_id in self.stop_token_ids:
-            self.finish_reason = "stop"
+            reason = "stop"
         elif index + 1 >= self.max_new_tokens or not self._has_room():
-            self.finish_reason = "length"
-        return GeneratedToken(token_id, index, self.finish_reason)
+            reason = "length"
+        # In this order: what interrupts between the two may cost the last token, but never passes a stop.
+        self.finish_reason = reason
+        self._ids.append(token_id)
+        self._settled = True
+        return GeneratedToken(token_id, index, reason, logprob)
 
     def __iter__(self) -> Iterator[GeneratedToken]:
         while (token := self.step()) is not None:
             yield token
 
-    def _next_input(self) -> list[int]:
-        """Ids of the next step; before the first, rewinds the cache to what it shares with the prompt."""
-        if self._expected_len is None:
-            self.cached_tokens = self._rewind()
-            return self._ids[self.cached_tokens :]
-        if self.cache.cached_len != self._expected_len:
+    def prefill(self) -> None:
+        """Compute the prompt now instead of in the first step. Raises what `step` raises."""
+        if self._prompt_logits is None:
+            self._logits = (self._prompt_len, self._catch_up())
+
+    def fork(self, seed: int | None = None) -> Generation:
+        """Another generation after the same prompt, which is not computed again. It takes the cache over from this one.
+
+        `seed` replaces that of `sampling`. The result is what a generation with that seed gives alone. A model whose
+        state cannot be rewound needs `forkable=True` here. Raises CacheStateError when the cache no longer holds the
+        prompt.
+        """
+        self.prefill()
+        prompt = self.prompt_ids
+        if self._snapshot is not None:
+            self.cache.copy_prefix_from(self._snapshot, self._prompt_len)
+        elif self.cache.common_prefix(prompt) < self._prompt_len or (
+            self.cache.has_rolling_state and self.cache.cached_len != self._prompt_len
+        ):
             raise CacheStateError(
-                f"generation: the cache held {self._expected_len} positions after the last step and holds "
+                f"fork: the {self._prompt_len} positions of the prompt are expected in the cache, found others; fork "
+                "before it is used elsewhere, and with forkable=True where state cannot be rewound"
+            )
+        else:
+            self.cache.truncate_to(self._prompt_len)
+        other = copy.copy(self)
+        other.sampling = replace(self.sampling, seed=seed)
+        other._token_sampler = TokenSampler(other.sampling, vocab=self._vocab, prompt_len=self._prompt_len)
+        if self._sampler is self._token_sampler:
+            other._sampler = other._token_sampler
+        other._ids = prompt
+        other.finish_reason = None
+        other.cached_tokens = self._prompt_len
+        assert self._prompt_logits is not None, "prefill computed them"
+        other._logits = (self._prompt_len, self._prompt_logits)
+        return other
+
+    # -- one forward -------------------------------------------------------------------------------------
+
+    def _decode(self) -> Tensor:
+        """Logits after the newest id: one decode step."""
+        if self.cache.cached_len != len(self._ids) - 1:
+            raise CacheStateError(
+                f"generation: the cache held {len(self._ids) - 1} positions after the last step and holds "
                 f"{self.cache.cached_len} now; give every running generation a cache of its own"
             )
-        return self._ids[-1:]
+        return forward_decode_step(self.backbone, self._ids[-1:], self.cache, self.ctx)
+
+    def _catch_up(self) -> Tensor:
+        """Logits after all ids: rewind the cache to what it shares with them, and run the others in chunks."""
+        total = len(self._ids)
+        done = self._rewind()
+        if not self._started:
+            self.cached_tokens, self._started = done, True
+        logits: Tensor | None = None
+        for size in prefill_chunks(total - done, self.prefill_chunk):
+            logits = forward_decode_step(self.backbone, self._ids[done : done + size], self.cache, self.ctx)
+            done += size
+            if self.on_progress is not None and total == self._prompt_len:
+                self.on_progress(done, total)
+        assert logits is not None, "at least the last id is run"
+        if total == self._prompt_len:
+            if self._forkable and self.cache.has_rolling_state:
+                self._snapshot = KvCache.with_capacity(
+                    self.cache.specs, max_seq_len=total, dtype=self.cache.dtype, device=self.cache.device
+                )
+                self._snapshot.copy_prefix_from(self.cache, total)
+            self._prompt_logits = logits
+        return logits
 
     def _rewind(self) -> int:
-        shared = min(self.cache.common_prefix(self._ids), self._prompt_len - 1)
+        """How many leading ids the cache keeps: as many as it shares, but never the last id."""
+        shared = min(self.cache.common_prefix(self._ids), len(self._ids) - 1)
+        if not self._reuse_cache and not self._started:
+            shared = 0
         if shared < self.cache.cached_len and self.cache.has_rolling_state:
             # A state that keeps only the latest value cannot go back part of the way.
             shared = 0
         self.cache.truncate_to(shared)
+        try:
+            self.cache.check_room(len(self._ids) - shared, self.backbone.decode_family())
+        except CacheStateError:
+            # A step that was interrupted tore the rolling state; from the beginning it is whole again.
+            shared = 0
+            self.cache.truncate_to(0)
         return shared
 
     def _has_room(self) -> bool:
@@ -152,8 +269,23 @@ class Generation:
         larger = self._grow(self.cache) if self._grow is not None else None
         if larger is None:
             return False
-        self.cache, self._expected_len = larger, larger.cached_len
+        self.cache = larger
         return True
+
+
+def prefill_chunks(n: int, chunk: int) -> list[int]:
+    """`n` tokens in pieces of `chunk` (2 at least). One token left over joins the piece before it.
+
+    A single token is a decode step: it would build or use a plan, and be counted as one, in the middle of a prompt.
+    """
+    chunk = max(chunk, 2)
+    whole, rest = divmod(n, chunk)
+    sizes = [chunk] * whole
+    if rest == 1 and sizes:
+        sizes[-1] += 1
+    elif rest:
+        sizes.append(rest)
+    return sizes
 
 
 def check_max_new_tokens(max_new_tokens: object) -> None:

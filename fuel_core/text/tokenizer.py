@@ -98,6 +98,11 @@ class Tokenizer:
         """Whether `encode` begins a sequence with BOS: only where the checkpoint says so."""
         return self.bos_token_id is not None and self._prefix[:1] == [self.bos_token_id]
 
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """What the checkpoint publishes about generation: `generation_config.json`, or such keys in `config.json`."""
+        return self._source.generation_config
+
     @cached_property
     def decoder_spec(self) -> Mapping[str, Any] | None:
         """The decoder as `tokenizer.json` spells it, None without one."""
