@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from plugin_site import Site
 from toy_backbone import toy
 from toy_family import install_toy_family, write_toy_checkpoint, write_toy_config
 
-from fuel_core import cli
+from fuel_core import SamplingParams, cli, load
+from fuel_core.cli.reply import prompt_text, show_progress
 
 
 @pytest.fixture
@@ -190,3 +192,129 @@ def test_bench_compares_both_paths_on_one_prompt(model: str, capsys: pytest.Capt
 def test_bench_refuses_to_compare_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", model, "--plan", "off"]) == 2
     assert "'off'" in capsys.readouterr().err
+
+
+# -- sampling and prompt sources ---------------------------------------------------------------------
+
+
+def test_generate_takes_every_sampling_parameter_by_its_name(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = {
+        "temperature": 0.9,
+        "top_k": 40,
+        "top_p": 0.95,
+        "min_p": 0.01,
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.2,
+        "presence_penalty": -0.1,
+        "seed": 7,
+        "logprobs": 2,
+    }
+    assert {*flags, "logit_bias"} == {field.name for field in fields(SamplingParams)}
+    arguments = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    arguments += ["--logit-bias", "5=2.5", "--logit-bias", "9=-inf"]
+    report = _json(capsys, "generate", model, "w1 w2 w3", "-n", "8", *arguments)
+    llm = load(model)
+    expected = llm.generate("w1 w2 w3", 8, **flags, logit_bias={5: 2.5, 9: float("-inf")})  # type: ignore[arg-type]
+    assert report["token_ids"] == expected.token_ids
+    assert report["seed"] == 7
+    assert [len(entry["top"]) for entry in report["logprobs"]] == [2] * 8
+    assert [entry["token"] for entry in report["logprobs"]] == [f"w{i}" for i in report["token_ids"]]
+    assert expected.logprobs is not None
+    assert report["logprobs"][3]["logprob"] == expected.logprobs[3].logprob
+
+
+def test_generate_json_names_the_seed_that_was_used(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = _json(capsys, "generate", model, "w1", "-n", "8", "--temperature", "1")
+    again = _json(capsys, "generate", model, "w1", "-n", "8", "--temperature", "1", "--seed", str(drawn["seed"]))
+    assert again["token_ids"] == drawn["token_ids"]
+    greedy = _json(capsys, "generate", model, "w1", "-n", "2")
+    assert greedy["seed"] is None
+    assert "logprobs" not in greedy
+
+
+def test_ignore_eos_goes_on_past_a_stop_id(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    biased = ["--logit-bias", "65=100"]
+    stopped = _json(capsys, "generate", model, "w1", "-n", "4", *biased)
+    assert (stopped["finish_reason"], stopped["token_ids"]) == ("stop", [65])
+    going = _json(capsys, "generate", model, "w1", "-n", "4", *biased, "--ignore-eos")
+    assert (going["finish_reason"], going["token_ids"]) == ("length", [65] * 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--top-k", "-2"], "top_k: 1 or more expected"),
+        (["--temperature", "nan"], "temperature: a finite number"),
+        (["--logit-bias", "5"], "--logit-bias: ID=NUMBER expected, found '5'"),
+        (["--logit-bias", "500=1"], "logit_bias: ids in 0..66 expected, found 500"),
+        (["--file", "absent.txt"], "one source expected"),
+    ],
+)
+def test_sampling_option_that_cannot_be_used_is_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert cli.main(["generate", model, "w1", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    line = captured.err.splitlines()[-1]
+    assert line.startswith("fuel: ")
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt"),
+    [(b"w1 w2\n", "w1 w2"), (b"w1 w2", "w1 w2"), (b"w1 w2\n\n", "w1 w2\n"), ("\ufeffé\r\n".encode(), "é")],
+)
+def test_prompt_from_a_file_or_stdin_loses_one_newline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, prompt: str
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes(data)
+    assert prompt_text(None, file) == prompt
+    for given in (None, "-"):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        assert prompt_text(given) == prompt
+    assert prompt_text("w1\n") == "w1\n"  # an argument is taken as it is
+
+
+def test_prompt_file_is_used_and_bytes_that_are_no_text_are_refused(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("w1 w2 w3\n")
+    by_file = _json(capsys, "generate", model, "--file", str(file), "-n", "4")
+    assert by_file["token_ids"] == _json(capsys, "generate", model, "w1 w2 w3", "-n", "4")["token_ids"]
+    file.write_bytes(b"w1 \xff")
+    assert cli.main(["generate", model, "--file", str(file)]) == 2
+    assert "UTF-8 text expected, found byte 0xff at offset 3" in capsys.readouterr().err
+    assert cli.main(["generate", model, "--file", str(tmp_path / "absent")]) == 2
+    assert "absent" in capsys.readouterr().err
+
+
+def test_empty_prompt_is_bos_alone_or_a_user_error(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _json(capsys, "generate", model, "", "-n", "2")["usage"]["prompt_tokens"] == 1
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert _json(capsys, "generate", model, "-n", "2")["usage"]["prompt_tokens"] == 1
+    settings = Path(model) / "tokenizer_config.json"
+    settings.write_text(json.dumps({"eos_token": "</s>"}))
+    assert cli.main(["generate", model, ""]) == 2
+    assert "no BOS" in capsys.readouterr().err
+
+
+def test_progress_is_shown_for_a_long_prompt_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert show_progress() is None
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    for total, shown in ((5000, True), (1500, False)):
+        show = show_progress()
+        assert show is not None
+        for done in range(512, total, 512):
+            show(done, total)
+        show(total, total)
+        err = capsys.readouterr().err
+        assert ("prompt: 1024 of 5000 tokens" in err) is shown
+        assert err.endswith("\x1b[K") is shown
+        assert (err == "") is not shown

@@ -11,17 +11,29 @@ from fuel_core.cli.options import (
     Dtype,
     ExplainPlan,
     FamilyName,
+    FrequencyPenalty,
+    IgnoreEos,
     Json,
+    LogitBias,
+    Logprobs,
     MaxNewTokens,
     MaxSeqLen,
+    MinP,
     Model,
     Plan,
+    PresencePenalty,
+    PromptFile,
+    RepetitionPenalty,
     Seed,
     Stop,
+    Temperature,
     Threads,
+    TopK,
+    TopP,
     Weights,
+    request_options,
 )
-from fuel_core.cli.reply import print_reply, prompt_text
+from fuel_core.cli.reply import print_reply, prompt_text, show_progress
 
 __all__ = ["chat"]
 
@@ -34,15 +46,26 @@ def chat(
     system: Annotated[
         str | None, typer.Option("--system", help="A system message before it.", show_default="the template's")
     ] = None,
+    file: PromptFile = None,
     max_new_tokens: MaxNewTokens = 512,
     stop: Stop = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    repetition_penalty: RepetitionPenalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    presence_penalty: PresencePenalty = None,
+    logit_bias: LogitBias = None,
+    seed: Seed = None,
+    logprobs: Logprobs = None,
+    ignore_eos: IgnoreEos = False,
     threads: Threads = None,
     device: Device = "cpu",
     weights: Weights = "auto",
     dtype: Dtype = "auto",
     max_seq_len: MaxSeqLen = None,
     plan: Plan = "auto",
-    seed: Seed = None,
     family: FamilyName = None,
     explain_plan: ExplainPlan = False,
     json: Json = False,
@@ -50,7 +73,22 @@ def chat(
     """Answer one message, through the checkpoint's chat template."""
     from fuel_core.llm import load
 
-    messages = [{"role": "user", "content": prompt_text(prompt)}]
+    messages = [{"role": "user", "content": prompt_text(prompt, file)}]
+    options = request_options(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        logit_bias=logit_bias,
+        seed=seed,
+        logprobs=logprobs,
+        stop=stop,
+        ignore_eos=ignore_eos,
+        on_progress=show_progress(),
+    )
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     llm = load(
@@ -63,5 +101,5 @@ def chat(
         family=family,
         threads=threads,
     )
-    stream = llm.stream_chat(messages, max_new_tokens=max_new_tokens, stop=stop, seed=seed)
+    stream = llm.stream_chat(messages, max_new_tokens, **options)
     print_reply(llm, stream, json=json, explain_plan=explain_plan)

@@ -4,25 +4,75 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuel_core.cli.output import note, print_json
+from fuel_core.errors import GenerationError
 
 if TYPE_CHECKING:
+    from fuel_core.generation import TokenLogprob
     from fuel_core.llm import Completion, LanguageModel, TextStream
     from fuel_core.persistent_decode import DecodeStats, InferenceContext
 
-__all__ = ["explain", "plan_text", "print_reply", "prompt_text"]
+__all__ = ["explain", "plan_text", "print_reply", "prompt_text", "show_progress"]
 
 
-def prompt_text(prompt: str | None) -> str:
-    """The prompt as given, or all of stdin where it is absent or "-"."""
+_LONG_PROMPT = 2048
+"""Tokens still to compute from which on a terminal shows how far a prompt is."""
+
+
+def prompt_text(prompt: str | None, file: Path | None = None) -> str:
+    """The prompt as given, or all of `file`, or all of stdin where there is neither, or the prompt is "-".
+
+    One newline at the end of a file or of stdin is left out: the shell put it there. Raises GenerationError for two
+    prompts and for bytes that are not UTF-8, OSError for a file that cannot be read.
+    """
+    if file is not None:
+        if prompt is not None:
+            raise GenerationError("prompt: one source expected, found PROMPT and --file; leave one of them out")
+        return _without_newline(_utf8(file.read_bytes(), str(file)))
     if prompt is not None and prompt != "-":
         return prompt
     if prompt is None and sys.stdin.isatty():
         note("Reading the prompt from the terminal; end it with Ctrl-D.")
-    return sys.stdin.read()
+    raw = getattr(sys.stdin, "buffer", None)
+    return _without_newline(sys.stdin.read() if raw is None else _utf8(raw.read(), "stdin"))
+
+
+def _utf8(data: bytes, origin: str) -> str:
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise GenerationError(
+            f"{origin}: UTF-8 text expected, found byte 0x{data[error.start]:02x} at offset {error.start}; convert it"
+        ) from None
+
+
+def _without_newline(text: str) -> str:
+    return text.removesuffix("\n")
+
+
+def show_progress() -> Callable[[int, int], None] | None:
+    """What shows how far a long prompt is, on one line of a terminal's stderr; None where stderr is no terminal."""
+    if not sys.stderr.isatty():
+        return None
+    shown = False
+
+    def show(done: int, total: int) -> None:
+        nonlocal shown
+        if done == total:
+            if shown:
+                # The line is the reply's from here on.
+                print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            return
+        shown = shown or total - done >= _LONG_PROMPT
+        if shown:
+            print(f"\rprompt: {done} of {total} tokens", end="", file=sys.stderr, flush=True)
+
+    return show
 
 
 def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_plan: bool) -> None:
@@ -88,9 +138,17 @@ def _as_json(llm: LanguageModel, done: Completion, speed: float | None, explain_
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
         "usage": {**asdict(done.usage), "total_tokens": done.usage.total_tokens},
+        "seed": done.seed,
         "tokens_per_second": speed,
         "stats": done.stats.as_dict(),
     }
+    if done.logprobs is not None:
+        report["logprobs"] = [_logprob_json(entry) for entry in done.logprobs]
     if explain_plan:
         report["plan_events"] = [str(event) for event in llm.context.plan_events]
     return report
+
+
+def _logprob_json(entry: TokenLogprob) -> dict[str, Any]:
+    report: dict[str, Any] = {"token": entry.token, "token_id": entry.token_id, "logprob": entry.logprob}
+    return report | {"top": [{"token": t.token, "token_id": t.token_id, "logprob": t.logprob} for t in entry.top]}
