@@ -19,6 +19,7 @@ _HOME = {
     "Checkpoint": "fuel_core.checkpoint",
     "Completion": "fuel_core.llm",
     "ConfigReader": "fuel_core.checkpoint",
+    "Conversation": "fuel_core.conversation",
     "DataConsts": "fuel_core.persistent_decode",
     "DecodeBackbone": "fuel_core.backbone",
     "DecodeDims": "fuel_core.backbone",
@@ -68,6 +69,7 @@ __all__ = [
     "Checkpoint",
     "Completion",
     "ConfigReader",
+    "Conversation",
     "DataConsts",
     "DecodeBackbone",
     "DecodeDims",
@@ -123,6 +125,7 @@ if TYPE_CHECKING:
         load_weights,
         open_checkpoint,
     )
+    from fuel_core.conversation import Conversation
     from fuel_core.decode_shape import KvAllocId, ModelInstanceId, ShapeKey, ShapeKeyHasher, explain
     from fuel_core.errors import FuelError
     from fuel_core.families import FAMILY_API, Family, hookimpl

@@ -22,6 +22,7 @@ A message names what was expected, what was found and what to do next, in one li
     │   └── PlanError                  something about a held plan
     │       ├── RecordingError         the step cannot be recorded as it is written
     │       └── TopologyChanged        a held plan no longer is what was built
+    ├── ConversationError              a saved conversation that cannot be read or written
     ├── BackendUnavailableError        the plan backend asked for cannot run here
     └── GenerationError                generation parameters or logits that cannot be used
         └── NonFiniteLogitsError       NaN or infinite logits where a token had to be chosen
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConfigError",
+    "ConversationError",
     "DecodeError",
     "FamilyBrokenError",
     "FamilyConflictError",
@@ -106,6 +108,10 @@ class TokenizerError(FuelError):
 
 class ChatTemplateError(FuelError):
     """The checkpoint has no chat template, or the template refused the messages."""
+
+
+class ConversationError(FuelError):
+    """A saved conversation cannot be read, is none, or cannot be written."""
 
 
 class DecodeError(FuelError):

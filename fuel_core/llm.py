@@ -297,6 +297,12 @@ class TextStream(Iterator[TextPiece]):
             raise
         return piece
 
+    @property
+    def usage(self) -> Usage:
+        """Token counts so far; `cached_tokens` is known once the first piece is out."""
+        generation = self._generation
+        return Usage(generation.prompt_len, len(generation.token_ids), generation.cached_tokens)
+
     def _piece(self, token: GeneratedToken) -> TextPiece:
         reason = token.finish_reason
         # A stop id ends the text without being part of it, whatever the vocabulary spells it as.
@@ -318,7 +324,7 @@ class TextStream(Iterator[TextPiece]):
             text="".join(self._texts),
             token_ids=ids,
             finish_reason=reason,
-            usage=Usage(self._generation.prompt_len, len(ids), self._generation.cached_tokens),
+            usage=self.usage,
             stats=_difference(self._lease.slot.ctx.stats, self._stats_before),
             seed=self._generation.seed,
             logprobs=None if self._request.sampling.logprobs is None else list(self._logprobs),
@@ -600,7 +606,7 @@ class LanguageModel:
     def close(self) -> None:
         """Let go of every cache, plan and weight. Open replies end with their next step. Idempotent.
 
-        Anything asked of this object afterwards raises GenerationError.
+        Any request afterwards raises GenerationError.
         """
         self._backbone = None
         for slot in list(self._slots):
@@ -721,6 +727,13 @@ class LanguageModel:
         self._check_options("stream_chat", options)
         request = self._request(max_new_tokens, options, whole=True)
         return self._start(self._chat_ids(messages, template_kwargs), request)
+
+    def stream_reply(
+        self, prompt_ids: Sequence[int], max_new_tokens: int | None = 512, **options: Unpack[RequestOptions]
+    ) -> TextStream:
+        """As `stream_chat`, for a conversation that is ids already (`tokenizer.encode_chat` makes them)."""
+        self._check_options("stream_reply", options)
+        return self._start([*prompt_ids], self._request(max_new_tokens, options, whole=True))
 
     # -- requests of an event loop -------------------------------------------------------------------------
 
