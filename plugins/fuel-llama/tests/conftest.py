@@ -1,0 +1,21 @@
+"""Settings every test of this suite runs under."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """The models are so small that a second thread only waits."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A developer's FUEL_* variables must not decide what a test sees."""
+    for name in [name for name in os.environ if name.startswith("FUEL_")]:
+        monkeypatch.delenv(name)
