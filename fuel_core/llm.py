@@ -359,7 +359,7 @@ class _Worker:
     def __init__(self) -> None:
         self.cancelled = threading.Event()
         self._lock = threading.Lock()
-        self._running = False
+        self.running = False
         self._at_end: Callable[[], None] | None = None
 
     async def call(self, function: Callable[[], _T]) -> _T:
@@ -368,10 +368,7 @@ class _Worker:
         When the waiting task is cancelled, `cancelled` is set for the function to look at, and the cancellation goes
         on at once; the thread finishes what it is in the middle of.
         """
-        with self._lock:
-            if self._running:
-                raise GenerationError("one task at a time may wait for a reply, found a second; open a stream for each")
-            self._running = True
+        self.running = True
 
         def run() -> _T:
             try:
@@ -379,7 +376,7 @@ class _Worker:
                 return function()
             finally:
                 with self._lock:
-                    self._running = False
+                    self.running = False
                     at_end, self._at_end = self._at_end, None
                 if at_end is not None:
                     at_end()
@@ -401,7 +398,7 @@ class _Worker:
     def finally_do(self, function: Callable[[], None]) -> None:
         """Run `function` now, or in the thread as soon as it has finished what it is in the middle of."""
         with self._lock:
-            if self._running:
+            if self.running:
                 self._at_end = function
                 return
         function()
@@ -438,6 +435,8 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
     async def __anext__(self) -> TextPiece:
         if self._closed:
             raise StopAsyncIteration
+        if self._worker.running:
+            raise GenerationError("one task at a time may wait for a reply, found a second; open a stream for each")
         try:
             piece = await self._worker.call(self._next)
         except BaseException:

@@ -6,14 +6,14 @@ import gc
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from tiny_tokenizers import CHATML, byte_level_json, folder_source, spm_json
 from torch import Tensor
-from toy_backbone import ToyBackbone, ToyConfig, fill
+from toy_backbone import ToyBackbone, fill
+from toy_llm import BOS, END, START, ServedConfig, byte_level, make
 
 from fuel_core import llm as facade
 from fuel_core.errors import (
@@ -26,27 +26,7 @@ from fuel_core.errors import (
 )
 from fuel_core.kv_cache import KvCache
 from fuel_core.llm import LanguageModel
-from fuel_core.text import Tokenizer, load_tokenizer
-
-BOS, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-
-
-@dataclass(frozen=True)
-class ServedConfig(ToyConfig):
-    max_position_embeddings: int | None = 64
-    dtype: str = "float32"
-
-
-def byte_level(**changes: Any) -> Tokenizer:
-    fields: dict[str, Any] = {"template": CHATML, "special_tokens": {"bos": BOS}} | changes
-    return load_tokenizer(folder_source(byte_level_json(), **fields))
-
-
-def make(tokenizer: Tokenizer | None = None, *, limit: int | None = 64, **options: Any) -> LanguageModel:
-    tokenizer = tokenizer or byte_level()
-    backbone = ToyBackbone(ServedConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=limit))
-    fill(backbone)
-    return LanguageModel(backbone, tokenizer=tokenizer, plan="recorded", **options)
+from fuel_core.text import load_tokenizer
 
 
 @pytest.fixture
