@@ -19,6 +19,12 @@ PLUGIN_SOURCE = "from toy_family import register_families\n"
 
 TEMPLATE = "{% for m in messages %}w0 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w1{% endif %}"
 
+TURNS = (
+    "{% for m in messages %}{{ {'system': 'w2', 'user': 'w0', 'assistant': 'w1'}[m.role] }} {{ m.content }} </s> "
+    "{% endfor %}{% if add_generation_prompt %}w1 {% endif %}"
+)
+"""A template that writes a reply as it was generated, so that a conversation is a prefix of its next prompt."""
+
 
 @dataclass(frozen=True)
 class ServedToyConfig(ToyConfig):
@@ -53,8 +59,11 @@ def write_toy_config(folder: Path) -> Path:
     return folder
 
 
-def write_toy_checkpoint(folder: Path, *, template: bool = False) -> Path:
-    """Config, weights and a tokenizer of 64 words `w0` .. `w63`, <s>, </s> and <unk>; </s> is the stop id 65."""
+def write_toy_checkpoint(folder: Path, *, template: bool | str = False) -> Path:
+    """Config, weights and a tokenizer of 64 words `w0` .. `w63`, <s>, </s> and <unk>; </s> is the stop id 65.
+
+    `template`: the chat template; True is TEMPLATE.
+    """
     write_toy_config(folder)
     tensors = {name: parameter.data.contiguous() for name, parameter in toy().named_parameters()}
     save_file(tensors, folder / "model.safetensors")
@@ -65,6 +74,6 @@ def write_toy_checkpoint(folder: Path, *, template: bool = False) -> Path:
     tokenizer.save(str(folder / "tokenizer.json"))
     settings: dict[str, Any] = {"bos_token": "<s>", "eos_token": "</s>"}
     if template:
-        settings["chat_template"] = TEMPLATE
+        settings["chat_template"] = TEMPLATE if template is True else template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

@@ -1,4 +1,4 @@
-"""`fuel chat`: one answer to one message, through the checkpoint's chat template."""
+"""`fuel chat`: the answer to a message, or a conversation, through the checkpoint's chat template."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ __all__ = ["chat"]
 def chat(
     model: Model,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="The message; without it, or as -, stdin.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="The message; - reads it from stdin; without it, a conversation."),
     ] = None,
     system: Annotated[
         str | None, typer.Option("--system", help="A system message before it.", show_default="the template's")
@@ -70,10 +71,10 @@ def chat(
     explain_plan: ExplainPlan = False,
     json: Json = False,
 ) -> None:
-    """Answer one message, through the checkpoint's chat template."""
+    """Answer a message, or hold a conversation, through the checkpoint's chat template."""
     from fuel_core.llm import load
 
-    messages = [{"role": "user", "content": prompt_text(prompt, file)}]
+    message = None if prompt is None and file is None else prompt_text(prompt, file)
     options = request_options(
         temperature=temperature,
         top_k=top_k,
@@ -89,8 +90,6 @@ def chat(
         ignore_eos=ignore_eos,
         on_progress=show_progress(),
     )
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
     llm = load(
         model,
         weights=weights,
@@ -101,5 +100,15 @@ def chat(
         family=family,
         threads=threads,
     )
+    if message is None:
+        from fuel_core.cli.repl import converse
+
+        converse(
+            llm, system=system, max_new_tokens=max_new_tokens, options=options, json=json, explain_plan=explain_plan
+        )
+        return
+    messages = [{"role": "user", "content": message}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
     stream = llm.stream_chat(messages, max_new_tokens, **options)
     print_reply(llm, stream, json=json, explain_plan=explain_plan)

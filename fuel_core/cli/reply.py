@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fuel_core.llm import Completion, LanguageModel, TextStream
     from fuel_core.persistent_decode import DecodeStats, InferenceContext
 
-__all__ = ["explain", "plan_text", "print_reply", "prompt_text", "show_progress"]
+__all__ = ["as_json", "explain", "per_second", "plan_text", "print_reply", "prompt_text", "show_progress"]
 
 
 _LONG_PROMPT = 2048
@@ -90,11 +90,11 @@ def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_p
     done = stream.completion
     assert done is not None, "a stream that ended has a completion"
     if json:
-        print_json(_as_json(llm, done, _per_second(arrivals), explain_plan))
+        print_json(as_json(llm, done, per_second(arrivals), explain_plan))
     else:
         sys.stdout.write("\n")
         sys.stdout.flush()
-        note(_summary(done, _per_second(arrivals)))
+        note(_summary(done, per_second(arrivals)))
     if explain_plan:
         explain(llm.context)
 
@@ -114,7 +114,7 @@ def plan_text(stats: DecodeStats) -> str:
     )
 
 
-def _per_second(arrivals: list[float]) -> float | None:
+def per_second(arrivals: list[float]) -> float | None:
     """Tokens a second after the second, None for fewer than three.
 
     The first token pays for the prompt and the second may pay for building the plan: neither is what a token costs.
@@ -132,7 +132,8 @@ def _summary(done: Completion, speed: float | None) -> str:
     return f"{', '.join(parts)}; {plan_text(stats)}"
 
 
-def _as_json(llm: LanguageModel, done: Completion, speed: float | None, explain_plan: bool) -> dict[str, Any]:
+def as_json(llm: LanguageModel, done: Completion, speed: float | None, explain_plan: bool) -> dict[str, Any]:
+    """A finished reply as `--json` reports it; `speed` in tokens a second."""
     report: dict[str, Any] = {
         "text": done.text,
         "token_ids": done.token_ids,
