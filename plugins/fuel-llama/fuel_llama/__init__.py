@@ -1,4 +1,4 @@
-"""The llama family for fuel. The model is imported when a checkpoint needs it, not before."""
+"""The llama family for fuel. The models are imported when a checkpoint needs one, not before."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ __version__ = "0.1.0"
 
 @hookimpl
 def register_families(register: Callable[[Family], None]) -> None:
-    from fuel_llama.llama import FAMILY
+    from fuel_llama.family import FAMILY
 
     register(FAMILY)
