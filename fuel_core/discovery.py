@@ -49,6 +49,11 @@ _FAMILY_GROUP = re.compile(r"fuel_core\.families(?:\.(.*))?\Z")
 _API_NUMBER = re.compile(r"v([0-9]+)\Z")
 _MODEL_TYPES = "fuel_core.model_types"
 _GGUF_ARCHITECTURES = "fuel_core.gguf_architectures"
+# Endings of the class names that config.json lists under `architectures` where a model has no head for the next token.
+_NO_LANGUAGE_HEAD = (
+    r"((?<!LMHead)Model|For(MaskedLM|PreTraining|NextSentencePrediction|MultipleChoice|QuestionAnswering"
+    r"|\w*Classification))\Z"
+)
 
 
 class FamilyWarning(UserWarning):
@@ -173,9 +178,12 @@ class Discovery:
         records = self.records()
         if not word:
             raise FamilyNotFoundError(
-                f"The checkpoint states no {what}, so no family can be chosen (installed: {_installed(records)})"
+                f"The checkpoint states no {what}, so no family can be chosen (installed: {_installed(records)}); "
+                f"download its {'file' if what[0] == 'G' else 'config.json'} again, or choose another checkpoint"
             )
         claims = [r for r in records if word in (r.gguf_architectures if what[0] == "G" else r.model_types)]
+        if not claims:
+            _refuse_what_generates_nothing(what, word, checkpoint)
         record = _choose(what, word, claims, records, prefer)
         loaded = self._load(record)
         if loaded.error:
@@ -498,6 +506,23 @@ def _choose(
             f"them has no effect; uninstall one"
         )
     return record
+
+
+def _refuse_what_generates_nothing(what: str, word: str, checkpoint: ServedCheckpoint) -> None:
+    """Raise FamilyNotFoundError for an encoder: no family will ever serve it, so looking for one would be in vain."""
+    raw = getattr(checkpoint, "raw", None)
+    if not isinstance(raw, Mapping):
+        return
+    named = raw.get("architectures")
+    classes = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    headless = bool(classes) and all(re.search(_NO_LANGUAGE_HEAD, name) for name in classes)
+    if headless or raw.get("is_encoder_decoder") is True:
+        found = f"{what} {word!r} with {', '.join(classes) or 'no class'}"
+        why = "does not generate text" if headless else "has an encoder"
+        raise FamilyNotFoundError(
+            f"expected a decoder language model, found {found}, which {why}; "
+            "choose a checkpoint that generates text token by token"
+        )
 
 
 def _refuse(what: str, word: str, claims: list[FamilyRecord], records: list[FamilyRecord]) -> None:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, overload
 
@@ -36,7 +37,7 @@ from fuel_core.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
-    from fuel_core.checkpoint import Checkpoint
+    from fuel_core.checkpoint import Checkpoint, TokenizerSource
     from fuel_core.persistent_decode import DecodeStats
 
 __all__ = [
@@ -111,6 +112,8 @@ def load(
     # Words are checked before anything large is read; the context knows which devices and plan backends exist here.
     _dtype_word(dtype)
     place = InferenceContext(device, plan=plan).device
+    if place.type == "meta":
+        raise ConfigError("device: one that computes expected, found 'meta', which has no memory; use device='cpu'")
     checkpoint = open_checkpoint(path)
     serving = family_for(checkpoint, prefer=family)
     config = serving.resolve_config(checkpoint.raw)
@@ -516,7 +519,7 @@ class LanguageModel:
             source = checkpoint.tokenizer_files()
             self._generation_config = source.generation_config
             if source.tokenizer_json is None and source.gguf is None:
-                self._tokenizer_error = f"{source.origin}: no tokenizer.json found; pass token ids, or add the file"
+                self._tokenizer_error = _no_tokenizer(source)
                 self._stop_ids = source.published_stop_ids
             else:
                 self._tokenizer = load_tokenizer(source)
@@ -1034,6 +1037,17 @@ def _drain(stream: TextStream, worker: _Worker | None = None) -> Completion:
             worker.check()
         next(stream)
     return stream.completion
+
+
+def _no_tokenizer(source: TokenizerSource) -> str:
+    """What is missing from a checkpoint without a tokenizer, and where to get it."""
+    expected = f"{source.origin}: expected tokenizer.json, found"
+    if (Path(source.origin) / "tokenizer.model").is_file():
+        return (
+            f"{expected} tokenizer.model alone; convert it (in Python, with transformers: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or pass token ids"
+        )
+    return f"{expected} none; add the file, or pass token ids to generate"
 
 
 def _dtype_word(dtype: str | torch.dtype) -> torch.dtype | None:

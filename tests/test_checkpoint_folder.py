@@ -265,7 +265,7 @@ def test_outer_folders_of_the_cache_say_what_to_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"outer folder.*acme/model-1b") as error:
         open_checkpoint(snapshot.parents[1])
     assert str(snapshot) in str(error.value)
-    with pytest.raises(CheckpointNotFoundError, match=r"a Hub cache with 1 models.*acme/model-1b"):
+    with pytest.raises(CheckpointNotFoundError, match=r"a Hub cache with 1 model;.*acme/model-1b"):
         open_checkpoint(tmp_path)
 
 

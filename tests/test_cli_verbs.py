@@ -118,6 +118,7 @@ def test_chat_without_a_template_is_a_user_error_that_names_the_way_out(
         ("--dtype", "f99", "f99"),
         ("--weights", "f99", "f99"),
         ("--plan", "nope", "nope"),
+        ("--device", "nowhere", "nowhere"),
         ("--family", "nope", "nope"),
         ("--max-seq-len", "2", "2"),
     ],

@@ -130,7 +130,7 @@ def test_load_without_a_tokenizer_takes_ids(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     llm = load(folder, plan="recorded")
     assert llm.generate([1, 2, 3], max_new_tokens=3).usage.prompt_tokens == 3
-    with pytest.raises(TokenizerError, match=r"no tokenizer\.json found"):
+    with pytest.raises(TokenizerError, match=r"expected tokenizer\.json, found none"):
         llm.generate("w1")
 
 

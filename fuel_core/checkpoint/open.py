@@ -111,14 +111,15 @@ def _open_folder(folder: Path) -> Checkpoint:
     cached = sorted(f for f in folder.iterdir() if f.is_dir() and f.name.startswith("models--"))
     if cached:
         raise CheckpointNotFoundError(
-            f"{folder}: expected a checkpoint, found a Hub cache with {len(cached)} models; name one by its Hub id, "
-            f"such as {_repo_of(cached[0])}"
+            f"{folder}: expected a checkpoint, found a Hub cache with {len(cached)} "
+            f"{'model' if len(cached) == 1 else 'models'}; name one by its Hub id, such as {_repo_of(cached[0])}"
         )
     inside = sorted(f.name for f in folder.iterdir())
+    below = [folder / name for name in inside if (folder / name / "config.json").is_file()]
     raise CheckpointNotFoundError(
         f"{folder}: expected config.json or a .gguf file, found "
         f"{', '.join(inside[:4]) + (', ...' if len(inside) > 4 else '') if inside else 'an empty folder'}; "
-        "name the folder that holds config.json"
+        f"name {' or '.join(map(str, below[:3])) if below else 'the folder that holds config.json'}"
     )
 
 

@@ -100,9 +100,10 @@ def generate(
         family=family,
         threads=threads,
     )
+    stream = llm.stream(text, max_new_tokens, **options)
+    # After what may be refused: an error stands alone.
     if llm.tokenizer.chat_template is not None:
         note(
             "This checkpoint has a chat template: `fuel chat` applies it, `fuel generate` continues the text as it is."
         )
-    stream = llm.stream(text, max_new_tokens, **options)
     print_reply(llm, stream, json=json, explain_plan=explain_plan)

@@ -115,8 +115,12 @@ class InferenceContext:
         try:
             self.device = torch.empty(0, device=device).device
         except (RuntimeError, AssertionError) as error:
+            # torch's own message stays in the traceback: it may name every backend that exists anywhere.
+            without = str(device).startswith("cuda") and torch.version.cuda is None
+            install = ", or install a torch that is built with CUDA" if without else ""
             raise BackendUnavailableError(
-                f"device {str(device)!r} cannot be used here ({str(error).splitlines()[0]}); use device='cpu'"
+                f"device {str(device)!r} cannot be used here: expected {' or '.join(_devices())}; "
+                f"use device='cpu'{install}"
             ) from error
         if offset_path not in OFFSET_PATHS:
             raise BackendUnavailableError(
@@ -225,3 +229,9 @@ class InferenceContext:
             f"InferenceContext({self.device}, offset_path={self.offset_path!r}, plan={self.backend!r}, "
             f"held={len(self.sessions)})"
         )
+
+
+def _devices() -> list[str]:
+    """Devices that torch can use here."""
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu", *(f"{kind.type}:{i}" for i in range(torch.accelerator.device_count()) if kind is not None)]
