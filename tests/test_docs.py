@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import fuel_core
+from fuel_core.cli.app import command
+from fuel_core.cli.repl import COMMANDS
 from fuel_core.discovery import Status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,3 +60,33 @@ def test_settings_in_the_readme_are_the_ones_the_code_reads() -> None:
     assert read
     documented = set(re.findall(r"`(FUEL_\w+)", (ROOT / "README.md").read_text()))
     assert documented == read
+
+
+def _sections(text: str) -> dict[str, str]:
+    """Heading of the second level -> what stands under it."""
+    parts = re.split(r"^## (.+)$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_every_verb_and_option_is_documented_and_no_other() -> None:
+    sections = _sections((ROOT / "docs" / "cli.md").read_text())
+    tables = "".join(text for text in sections.values())
+    explained = {option for row in re.findall(r"^\| (`--[^|]*)", tables, re.MULTILINE) for option in _options(row)}
+    verbs = command().commands
+    documented = {heading.split()[1].strip("`"): text for heading, text in sections.items() if heading.startswith("`")}
+    assert sorted(documented) == sorted(verbs)
+    for verb, parsed in verbs.items():
+        real = {option for parameter in parsed.params for option in parameter.opts if option.startswith("--")}
+        real.discard("--help")
+        # --json is spoken of in the text as well, and -n is the short form of another.
+        assert _options(documented[verb]) == real, f"docs/cli.md, fuel {verb}"
+        assert real <= explained, f"docs/cli.md explains no {sorted(real - explained)}"
+
+
+def _options(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", text))
+
+
+def test_every_command_of_a_conversation_is_documented() -> None:
+    documented = re.findall(r"^\| `(/\w+)`", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
+    assert documented == list(COMMANDS)
