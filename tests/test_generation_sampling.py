@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -402,3 +405,20 @@ def test_logprob_alternatives_end_at_the_vocabulary_and_ties_go_by_id() -> None:
     logits = torch.zeros(50)
     logits[30] = 1.0
     assert [t.token_id for t in token_logprob(logits, 2, top=4).top] == [30, 0, 1, 2]
+
+
+def test_every_parameter_is_in_the_documented_order() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "sampling.md").read_text()
+    steps = re.findall(r"^\| \d \| `(\w+)`", text, re.MULTILINE)
+    assert steps == [
+        "logit_bias",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "seed",
+    ]
+    assert {*steps, "logprobs"} == {field.name for field in fields(SamplingParams)}
