@@ -351,6 +351,16 @@ def test_seed_gives_the_same_tokens_whatever_ran_before_and_in_any_thread() -> N
     assert got == [first]
 
 
+def test_default_device_of_the_caller_is_not_the_sampler_s() -> None:
+    params = SamplingParams(
+        temperature=1.0, seed=7, top_k=9, top_p=0.9, repetition_penalty=1.2, presence_penalty=1.0, logit_bias={3: 1.0}
+    )
+    logits = random_logits(14, VOCAB)
+    expected = TokenSampler(params, vocab=VOCAB)(logits, [1, 2])
+    with torch.device("meta"):
+        assert TokenSampler(params, vocab=VOCAB)(logits, [1, 2]) == expected
+
+
 def test_requests_side_by_side_draw_what_they_draw_alone() -> None:
     params = [SamplingParams(temperature=1.0, seed=s) for s in (7, 8)]
     alone = [run(TokenSampler(p, vocab=VOCAB)) for p in params]

@@ -324,15 +324,16 @@ def test_broken_logits_end_the_request_and_the_model_serves_on() -> None:
     assert llm.generate("hello world", max_new_tokens=3).token_ids == make().generate("hello world", 3).token_ids
 
 
-def test_threads_have_caches_of_their_own_and_agree_with_one_alone() -> None:
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 4, "top_p": 0.95}], ids=["greedy", "sampled"])
+def test_threads_have_caches_of_their_own_and_agree_with_one_alone(sampling: Any) -> None:
     llm = make()
     prompts = ["hello", "hello world", "fox", "own"] * 2
-    alone = [make().generate(prompt, max_new_tokens=8).token_ids for prompt in prompts]
+    alone = [make().generate(prompt, max_new_tokens=8, **sampling).token_ids for prompt in prompts]
     barrier = threading.Barrier(4)
 
     def work(prompt: str) -> tuple[list[int], int]:
         barrier.wait(timeout=60)
-        return llm.generate(prompt, max_new_tokens=8).token_ids, id(llm.context)
+        return llm.generate(prompt, max_new_tokens=8, **sampling).token_ids, id(llm.context)
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, prompts))

@@ -190,7 +190,8 @@ def sample(distribution: Tensor, generator: torch.Generator) -> int:
     total = cumulative[-1]
     if not (bool(torch.isfinite(total)) and float(total) > 0 and float(distribution.min()) >= 0):
         raise GenerationError("sample: non-negative probabilities with a positive sum expected, found none such")
-    point = torch.rand((), dtype=torch.float64, generator=generator) * total
+    # The device is named, for a caller may have made another one the default.
+    point = torch.rand((), dtype=torch.float64, generator=generator, device="cpu") * total
     # The first id whose mass lies beyond the point. Rounding can put the point on the very end; below it, it draws
     # the last id that has mass.
     point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
@@ -201,7 +202,7 @@ def seeded_generator(seed: int) -> torch.Generator:
     """A CPU generator of its own for `seed`, 0..2**64-1."""
     # torch's CPU generator reads the low 32 bits only; spread the rest over them, leaving smaller seeds as they are.
     low = (seed ^ ((seed >> 32) * 0x9E3779B1)) & 0xFFFFFFFF
-    return torch.Generator().manual_seed(low)
+    return torch.Generator("cpu").manual_seed(low)
 
 
 class TokenSampler:
