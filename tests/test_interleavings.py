@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -183,6 +184,7 @@ class FailAtOp(TorchDispatchMode):
 
 
 any_token = st.integers(0, BASE.vocab_size - 1)
+prompt = st.one_of(st.just([]), st.lists(any_token, min_size=4, max_size=6))
 # Half of the time what was used last is used again: what follows a change matters more than how many there are.
 pick = st.integers(0, 9)
 LAST = 5
@@ -191,8 +193,8 @@ LAST = 5
 class Interleavings(RuleBasedStateMachine):
     offset_path = "symbol"
 
-    @initialize()
-    def start(self) -> None:
+    @initialize(prompts=st.lists(prompt, min_size=3, max_size=3))
+    def start(self, prompts: list[list[int]]) -> None:
         Model.count = Cache.count = 0  # weights depend on the example alone
         self.models = [Model(BASE), Model(BASE), Model(OTHER)]
         self.contexts = [
@@ -202,8 +204,11 @@ class Interleavings(RuleBasedStateMachine):
         self.off = InferenceContext("cpu", offset_path=self.offset_path, plan="off")
         self.caches: list[Cache] = []
         self.last: tuple[Cache, Model, bool] | None = None
+        self.returned: deque[tuple[Tensor, Tensor]] = deque(maxlen=6)
         for kind, capacity in ((2, 12), (2, 12), (4, 12)):
             self.new_cache(kind, capacity, torch.float32)
+        for cache, model, ids in zip(self.caches, self.models, prompts, strict=True):
+            self.feed(cache, model, ids)
 
     def new_cache(self, kind: int, capacity: int, dtype: torch.dtype) -> None:
         specs = next(m for m in self.models if m.kind == kind).backbone.layer_state_specs()
@@ -278,22 +283,29 @@ class Interleavings(RuleBasedStateMachine):
 
     def check_logits(self, cache: Cache, model: Model, ids: list[int], logits: Tensor) -> None:
         shadow = forward_with_kv_context(model.backbone, ids, cache.shadow, self.off)
+        self.returned.append((logits, logits.clone()))
         assert logits.dtype == torch.float32
         assert logits.shape == (model.backbone.config.vocab_size,)
         assert (logits - shadow).abs().max() < TOLERANCE
         if cache.real.dtype == torch.float32 and len(set(cache.under)) == 1:
             assert (logits - model.reference(cache.ids)[-1]).abs().max() < TOLERANCE
 
-    @rule(c=pick, m=pick, token=any_token, small=st.booleans(), repeat=st.integers(1, 3))
+    def feed(self, cache: Cache, model: Model, ids: list[int]) -> None:
+        """Rows beyond the window, so that the next steps can show whether it is there."""
+        if ids:
+            self.step(cache, model, ids, False)
+
+    @rule(c=pick, m=pick, token=any_token, small=st.booleans(), repeat=st.integers(1, 4))
     def single(self, c: int, m: int, token: int, small: bool, repeat: int) -> None:
         cache, model = self.choose(c, m)
         for i in range(repeat):
             self.step(cache, model, [(token + i) % BASE.vocab_size], small)
 
-    @rule(token=any_token)
-    def again(self, token: int) -> None:
-        if self.last is not None and self.last[0] in self.caches and self.last[1] in self.models:
-            self.step(self.last[0], self.last[1], [token], self.last[2])
+    @rule(token=any_token, repeat=st.integers(1, 4))
+    def again(self, token: int, repeat: int) -> None:
+        for i in range(repeat):
+            if self.last is not None and self.last[0] in self.caches and self.last[1] in self.models:
+                self.step(self.last[0], self.last[1], [(token + i) % BASE.vocab_size], self.last[2])
 
     @rule(token=any_token, small=st.booleans())
     def alternate(self, token: int, small: bool) -> None:
@@ -328,13 +340,14 @@ class Interleavings(RuleBasedStateMachine):
         cache.shadow.copy_prefix_from(old, n)
         del cache.ids[n:], cache.under[n:]
 
-    @rule(c=pick)
-    def clear(self, c: int) -> None:
+    @rule(c=pick, m=pick, ids=prompt)
+    def clear(self, c: int, m: int, ids: list[int]) -> None:
         cache = self.cache(c)
         cache.real.clear()
         cache.shadow = cache.fresh_shadow()
         cache.ids, cache.under = [], []
         cache.allocation += 1
+        self.feed(*self.choose(self.caches.index(cache), m), ids)
 
     @rule(c=pick, layer=st.integers(0, 1), dirty=st.booleans())
     def set_layer(self, c: int, layer: int, dirty: bool) -> None:
@@ -352,8 +365,8 @@ class Interleavings(RuleBasedStateMachine):
     def another_cache(self, kind: int, capacity: int, bf16: bool) -> None:
         self.new_cache(kind, capacity, torch.bfloat16 if bf16 else torch.float32)
 
-    @rule(c=pick)
-    def replace_cache(self, c: int) -> None:
+    @rule(c=pick, m=pick, ids=prompt)
+    def replace_cache(self, c: int, m: int, ids: list[int]) -> None:
         """The old buffers are freed first, so that the new ones are likely to get their addresses."""
         old = self.cache(c)
         self.caches.remove(old)
@@ -363,6 +376,7 @@ class Interleavings(RuleBasedStateMachine):
         gc.collect(0)
         self.new_cache(kind, capacity, dtype)
         self.caches.insert(0, self.caches.pop())
+        self.feed(*self.choose(0, m), ids)
 
     # -- models -----------------------------------------------------------------------------------------
 
@@ -456,6 +470,10 @@ class Interleavings(RuleBasedStateMachine):
             )  # fmt: skip
             assert sum(found.replans.values()) == predicted.replans
             assert len(ctx.sessions) <= predicted.limit
+
+    @invariant()
+    def returned_logits_stay_as_they_were(self) -> None:
+        assert all(torch.equal(logits, copied) for logits, copied in getattr(self, "returned", ()))
 
     @invariant()
     def caches_hold_what_was_fed(self) -> None:
