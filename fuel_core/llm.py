@@ -422,12 +422,12 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
 
     `completion` is set once the last piece is out. Cancelling the task that waits for a piece ends the reply, within
     one step or one chunk of the prompt; so do `aclose()` and leaving its `async with` block. Parameters are checked
-    when the first piece is asked for.
+    when the first piece is asked for; `on_progress` is called in the worker thread.
     """
 
     def __init__(self, start: Callable[[_Worker], TextStream]) -> None:
         self.completion: Completion | None = None
-        self._start: Callable[[_Worker], TextStream] | None = start
+        self._start = start
         self._stream: TextStream | None = None
         self._worker = _Worker()
         self._closed = False
@@ -453,7 +453,6 @@ class AsyncTextStream(AsyncIterator[TextPiece]):
 
     def _next(self) -> TextPiece | None:
         if self._stream is None:
-            assert self._start is not None, "a stream starts once"
             self._stream = self._start(self._worker)
         return next(self._stream, None)
 
