@@ -139,6 +139,25 @@ def test_kept_ids_give_the_prompt_that_was_asked_for(script: Callable[[Sequence[
         assert second.usage.cached_tokens >= len(reply) - 1
 
 
+def test_kept_ids_end_where_no_character_is_cut(script: Callable[[Sequence[int]], None]) -> None:
+    # A token that ends a word and begins an emoji, and a template with nothing between a reply and what follows it.
+    spec = json.loads(byte_level_json())
+    spec["model"]["vocab"]["oð"] = 300  # ð is how such a vocabulary spells the first byte of an emoji
+    spec["model"]["merges"].append(["o", "ð"])
+    spec["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = load_tokenizer(folder_source(json.dumps(spec).encode(), template=template))
+    backbone = ToyBackbone(ServedConfig(vocab_size=301))
+    fill(backbone)
+    llm = LanguageModel(backbone, tokenizer=tokenizer, plan="recorded")
+    script([*tokenizer.encode("h"), *tokenizer.encode("o"), 0, 0])
+    talk = Conversation(llm)
+    assert talk.send("a", 2).text == "ho"
+    with talk.stream("😀", 1) as reply:
+        next(reply)
+    assert tokenizer.decode(reply.prompt_ids) == "aho😀"
+
+
 @pytest.mark.parametrize("template", [TRIMMING, FORGETFUL])
 def test_template_that_writes_earlier_replies_differently_keeps_what_matches(
     template: str, script: Callable[[Sequence[int]], None]
@@ -184,6 +203,8 @@ def test_whole_oldest_turns_go_when_the_context_is_full_and_the_system_message_s
                 pass
         gone += reply.dropped
         assert reply.finish_reason == "stop"
+        if reply.dropped:
+            assert reply.prompt_ids == llm.tokenizer.encode_chat(talk.messages[:-1])
         assert talk.messages[0] == {"role": "system", "content": "own rules"}
         assert [turn.user for turn in talk.turns] == [f"message {i}" for i in range(gone, number + 1)]
         assert talk.positions <= 96
