@@ -99,6 +99,7 @@ def test_against_transformers_banded(width, theta, changed):
         {"truncate": False},
         {"truncate": False, "beta_fast": 1.0},
         {"original_max_position_embeddings": 4},
+        {"original_max_position_embeddings": 131072},
     ],
     ids=lambda changed: ",".join(changed) or "plain",
 )
