@@ -88,6 +88,18 @@ class ProbeLog:
     output: Tensor
 
 
+# Products of an activation with a weight. Only their shape is wanted, and reading the weights is what a step costs.
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+
+
+def _unread_product(args: tuple[Any, ...]) -> Tensor | None:
+    """Zeros in the shape of the product; None where the shapes do not fit, so that torch says so itself."""
+    left, right = args[-2:]
+    if left.shape[1] != right.shape[0] or left.dtype != right.dtype or left.device != right.device:
+        return None
+    return torch.zeros((left.shape[0], right.shape[1]), dtype=left.dtype, device=left.device)
+
+
 class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Mapping[str, Tensor], owned: Mapping[int, Tensor], where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -146,7 +158,9 @@ class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ops.append(entry)
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-        out = func(*args, **kwargs)
+        out = _unread_product(args) if func in _PRODUCTS else None
+        if out is None:
+            out = func(*args, **kwargs)
         produced: list[Hashable] = []
         for item in out if isinstance(out, list | tuple) else (out,):
             if isinstance(item, Tensor):

@@ -145,21 +145,29 @@ def record_program(
     before = _shared.made
     program: list[ProgramSegment] = []
     hidden: Tensor | None = None
-    elsewhere: dict[Hashable, Hashable] = {}
+    scratch_of: dict[Hashable, dict[str, Tensor]] = {}
+
+    def scratch_for(segment: Segment, example: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
+        # Layers of one geometry share it: what it holds is never read as data.
+        likes = {name: hidden if name == HIDDEN else example[name] for name in segment.tensors}
+        geometry = tuple((n, tuple(t.shape), t.dtype, str(t.device)) for n, t in likes.items() if t is not None)
+        key = (capacity, geometry, tuple(segment.capacity_axis.items()))
+        if key not in scratch_of:
+            scratch_of[key] = _scratch(segment, example, hidden, capacity)
+        return scratch_of[key]
+
     with _shared.lock:
         for segment, example in zip(segments, examples, strict=True):
             where = f"{family}::{segment.name}"
-            scratch = _scratch(segment, example, hidden, _RECORD_CAPACITY)
+            scratch = scratch_for(segment, example, _RECORD_CAPACITY)
             symbols = {name: _RECORD_AT[name] for name in segment.symbols}
             log = probe(segment.call, scratch, symbols, by_id, where)
-            key: Hashable = (torch.__version__, segment.tensors, segment.symbols, _metas(segment, scratch), log.ops)
-            if key not in elsewhere:
-                # At other lengths as well: a number that happens to equal one of the lengths, or a branch on a value
-                # computed from one, looks like another layer's honest use of it at one set of lengths only.
-                other = _scratch(segment, example, hidden, _VERIFY_CAPACITY)
-                lengths = {name: _COMPARE_AT[name] for name in segment.symbols}
-                elsewhere[key] = probe(segment.call, other, lengths, by_id, where).ops
-            key = (key, elsewhere[key])
+            # At other lengths as well: a number that happens to equal one of the lengths, or a branch on a value
+            # computed from one, looks like another layer's honest use of it at one set of lengths only.
+            lengths = {name: _COMPARE_AT[name] for name in segment.symbols}
+            other = probe(segment.call, scratch_for(segment, example, _VERIFY_CAPACITY), lengths, by_id, where)
+            metas = _metas(segment, scratch)
+            key = (torch.__version__, segment.tensors, segment.symbols, metas, log.ops, other.ops)
             hidden = log.output
             recording = _shared.by_log.get(key)
             if recording is None or not recording.as_traced:
