@@ -5,6 +5,8 @@ Shape letters: B batch, T tokens of this step, D input width, E output width, V 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
 
@@ -14,7 +16,11 @@ __all__ = ["Embedding", "Linear", "linear", "project"]
 
 
 class _FormattedWeight(nn.Module):
-    """A module whose ``weight`` parameter is stored in a weight format."""
+    """A module whose ``weight`` parameter is stored in a weight format.
+
+    Subclasses declare ``__call__`` for type checkers alone: torch's own returns Any, which would leave every family's
+    arithmetic unchecked.
+    """
 
     weight: nn.Parameter
     # None: dense, and then the parameter's own dtype says which format it is. A packed format is named here.
@@ -38,6 +44,10 @@ class Linear(_FormattedWeight):
         """``[..., in_features]`` -> ``[..., out_features]``, in x's dtype."""
         return linear(x, self)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
     def extra_repr(self) -> str:
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
 
@@ -53,6 +63,10 @@ class Embedding(_FormattedWeight):
     def forward(self, token_ids: Tensor) -> Tensor:
         """int64 ``[B, T]`` -> float32 ``[B, T, embedding_dim]``."""
         return self.weight_format.lookup(token_ids, self)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, token_ids: Tensor) -> Tensor: ...
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"

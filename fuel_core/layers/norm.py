@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -31,6 +33,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...
+
 
 class LayerNorm(nn.Module):
     """Layer normalisation with gain and bias ``[hidden_size]`` (Ba, Kiros and Hinton 2016)."""
@@ -46,3 +52,7 @@ class LayerNorm(nn.Module):
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
         weight, bias = self.weight.to(torch.float32), self.bias.to(torch.float32)
         return F.layer_norm(x.to(torch.float32), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, x: Tensor) -> Tensor: ...

@@ -106,8 +106,9 @@ class LlamaLayer(nn.Module):
 
     def forward(self, inputs: DecodeLayerInputs) -> Tensor:
         """``[B, T, D] -> [B, T, D]``"""
-        h = inputs.h + self.self_attn(self.input_layernorm(inputs.h), inputs)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        h: Tensor = inputs.h + self.self_attn(self.input_layernorm(inputs.h), inputs)
+        h = h + self.mlp(self.post_attention_layernorm(h))
+        return h
 
 
 class LlamaModel(nn.Module):
@@ -159,8 +160,8 @@ class LlamaBackbone(DecodeBackbone):
         return self.model.embed_tokens
 
     def decode_apply_layer(self, layer_idx: int, inputs: DecodeLayerInputs) -> Tensor:
-        layer: LlamaLayer = self.model.layers[layer_idx]
-        return layer(inputs)
+        h: Tensor = self.model.layers[layer_idx](inputs)
+        return h
 
     def decode_final_norm_and_head(self, h: Tensor) -> Tensor:
         return self.lm_head(self.model.norm(h))
