@@ -100,6 +100,7 @@ def test_plugin_imports_only_public_names_and_no_other_plugin(plugin: Path) -> N
         "fuel_core": set(fuel_core.__all__),
         "fuel_core.layers": set(fuel_core.layers.__all__),
         "fuel_core.errors": set(fuel_core.errors.__all__),
+        "fuel_core.testing": set(importlib.import_module("fuel_core.testing").__all__),
     }
     if "testing" in fuel_core.__all__:
         public["fuel_core.testing"] = set(fuel_core.testing.__all__)

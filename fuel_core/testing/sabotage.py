@@ -18,26 +18,21 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from fuel_core.testing import Sabotage
 
 __all__ = ["SABOTAGES", "Sabotage", "main", "pytest_configure"]
 
 _NAME = "FUEL_SABOTAGE"
 _FILE = "FUEL_SABOTAGE_FILE"
-
-
-@dataclass(frozen=True)
-class Sabotage:
-    """One defect: what it is called, what it breaks, and how it is put in (once, for the life of the process)."""
-
-    name: str
-    breaks: str
-    apply: Callable[[], None]
 
 
 def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -388,31 +383,67 @@ def pytest_configure(config: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Suite:
+    """Test files or folders of one distribution: they run in one process, from that distribution's folder."""
+
+    name: str
+    root: Path
+    paths: tuple[Path, ...]
+
+    @property
+    def own(self) -> Path | None:
+        """The suite's own list of sabotages, if it brings one."""
+        folders = [path if path.is_dir() else path.parent for path in self.paths]
+        found = [folder / "sabotages.py" for folder in folders if (folder / "sabotages.py").exists()]
+        return found[0] if found else None
+
+
+def suites_of(paths: Sequence[Path]) -> list[Suite]:
+    """Group test paths by the distribution they belong to: the nearest folder above with a pyproject.toml."""
+    grouped: dict[Path, list[Path]] = {}
+    for path in (path.resolve() for path in paths):
+        roots = [folder for folder in path.parents if (folder / "pyproject.toml").exists()]
+        if not path.exists() or not roots:
+            raise SystemExit(f"--suite: tests of a distribution (below a pyproject.toml) expected, found {path}")
+        grouped.setdefault(roots[0], []).append(path)
+    named = []
+    for root, members in grouped.items():
+        project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        named.append(Suite(project["name"], root, tuple(members)))
+    return named
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one suite did under one sabotage: red tests by file, and how many ran."""
 
     red: Counter[str]
     ran: int
 
+    def __str__(self) -> str:
+        if not self.red:
+            return "green"
+        files = ", ".join(f"{name} {count}" for name, count in sorted(self.red.items()))
+        return f"{sum(self.red.values())} red of {self.ran}: {files}"
 
-def run_suite(suite: Path, name: str | None, file: Path | None, pytest_args: Sequence[str]) -> Outcome:
-    """Run one suite in a process of its own with one sabotage (or none) in force."""
+
+def run_suite(suite: Suite, name: str | None, file: Path | None, pytest_args: Sequence[str]) -> Outcome:
+    """Run one suite in a process of its own with one sabotage (or none) in force, from ``file`` if it is a family's."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "fuel_core.testing.sabotage", "-p", "no:cacheprovider"]
-        command += [f"--junitxml={report}", *pytest_args, str(suite.resolve())]
+        command += [f"--junitxml={report}", *pytest_args, *map(str, suite.paths)]
         environment = {k: v for k, v in os.environ.items() if k not in (_NAME, _FILE)}
         if name is not None:
             environment[_NAME] = name
         if file is not None:
-            environment[_FILE] = str(file.resolve())
+            environment[_FILE] = str(file)
         done = subprocess.run(
-            command, env=environment, cwd=suite.parent, capture_output=True, text=True, check=False, timeout=1800
+            command, env=environment, cwd=suite.root, capture_output=True, text=True, check=False, timeout=3600
         )
         if not report.exists():
-            raise SystemExit(
-                f"{suite}: pytest wrote no report ({done.returncode}): {done.stdout[-400:]}{done.stderr[-400:]}"
-            )
+            tail = f"{done.stdout[-400:]}{done.stderr[-400:]}"
+            raise SystemExit(f"{suite.name}: pytest wrote no report ({done.returncode}): {tail}")
         cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     red: Counter[str] = Counter()
     for case in cases:
@@ -424,42 +455,52 @@ def run_suite(suite: Path, name: str | None, file: Path | None, pytest_args: Seq
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the table; returns 1 if a sabotage survives every suite or a clean suite is red."""
     parser = argparse.ArgumentParser(description="Apply each sabotage in turn and list the tests that go red.")
-    parser.add_argument("--suite", type=Path, action="append", required=True, help="a folder of tests; repeatable")
+    parser.add_argument(
+        "--suite", type=Path, action="append", required=True, help="tests: a folder or file; repeatable"
+    )
     parser.add_argument("--only", action="append", default=[], help="names of sabotages to run; default all")
+    parser.add_argument("--jobs", type=int, default=1, help="how many sabotages to run at once")
     parser.add_argument("--out", type=Path, help="write the table as Markdown here")
     parser.add_argument("--pytest", action="append", default=[], help="an argument passed on to pytest; repeatable")
     args = parser.parse_args(argv)
-    own = {suite: suite / "sabotages.py" for suite in args.suite if (suite / "sabotages.py").exists()}
-    for suite in args.suite:
+    suites = suites_of(args.suite)
+    for suite in suites:
         clean = run_suite(suite, None, None, args.pytest)
         if clean.red or not clean.ran:
-            print(
-                f"{suite}: {sum(clean.red.values())} of {clean.ran} tests are red without any sabotage", file=sys.stderr
-            )
+            print(f"{suite.name}: without any sabotage {clean} of {clean.ran}", file=sys.stderr)
             return 1
-    heading = "| sabotage | what is broken | " + " | ".join(str(suite) for suite in args.suite) + " |"
-    lines = [heading, "|---" * (2 + len(args.suite)) + "|"]
-    rows = [(s, None) for s in SABOTAGES] + [(s, f) for f in own.values() for s in _load_file(f)]
+    rows: list[tuple[Sabotage, Path | None]] = [(sabotage, None) for sabotage in SABOTAGES]
+    rows += [(sabotage, suite.own) for suite in suites if suite.own is not None for sabotage in _load_file(suite.own)]
+    rows = [row for row in rows if not args.only or row[0].name in args.only]
+
+    def outcomes(row: tuple[Sabotage, Path | None]) -> list[Outcome]:
+        return [run_suite(suite, row[0].name, row[1], args.pytest) for suite in suites]
+
+    lines = [f"| sabotage | what is broken | {' | '.join(suite.name for suite in suites)} |"]
+    lines.append("|---" * (2 + len(suites)) + "|")
     survivors = []
-    for sabotage, file in rows:
-        if args.only and sabotage.name not in args.only:
-            continue
-        cells = []
-        total = 0
-        for suite in args.suite:
-            outcome = run_suite(suite, sabotage.name, file, args.pytest)
-            total += sum(outcome.red.values())
-            files = ", ".join(f"{name} {count}" for name, count in sorted(outcome.red.items()))
-            cells.append(f"{sum(outcome.red.values())} red of {outcome.ran}: {files}" if files else "green")
-        lines.append(f"| {sabotage.name} | {sabotage.breaks} | " + " | ".join(cells) + " |")
-        print(lines[-1], flush=True)
-        if total == 0:
-            survivors.append(sabotage.name)
+    with ThreadPoolExecutor(max_workers=args.jobs) as pool:
+        for (sabotage, _), found in zip(rows, pool.map(outcomes, rows), strict=True):
+            lines.append(f"| {sabotage.name} | {sabotage.breaks} | {' | '.join(map(str, found))} |")
+            print(lines[-1], flush=True)
+            if not any(outcome.red for outcome in found):
+                survivors.append(sabotage.name)
     if args.out:
-        args.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files = [path.relative_to(suite.root).as_posix() for suite in suites for path in suite.paths]
+        args.out.write_text(_HEADING.format(files=", ".join(files)) + "\n".join(lines) + "\n", encoding="utf-8")
     if survivors:
         print(f"survived every suite: {', '.join(survivors)}", file=sys.stderr)
     return 1 if survivors else 0
+
+
+_HEADING = """# Sabotage
+
+Each row is a defect that would be silent in use, put in by `fuel_core.testing.sabotage`, and the tests that went red.
+The table is generated with `make sabotage`, over {files}.
+`green` in one column is fine where the other is red: a defect of one family must leave the core green, and a family
+that has no window or no embedding scale cannot meet a defect of those.
+
+"""
 
 
 if __name__ == "__main__":
