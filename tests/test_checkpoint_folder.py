@@ -269,6 +269,19 @@ def test_outer_folders_of_the_cache_say_what_to_name(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("path", ["", " ", Path(), None, 123, b"folder", True])
+def test_what_is_no_path_is_not_taken_for_the_folder_one_stands_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: object
+) -> None:
+    monkeypatch.chdir(write_folder(tmp_path))
+    if isinstance(path, Path):
+        assert open_checkpoint(path).has_weights, "a path that was made on purpose: '.' means here"
+        return
+    with pytest.raises(CheckpointNotFoundError, match="expected .* found ") as caught:
+        open_checkpoint(path)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value)
+
+
 def test_folder_without_a_config_lists_what_it_holds(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="an empty folder"):
         open_checkpoint(tmp_path)

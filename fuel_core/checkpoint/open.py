@@ -29,8 +29,19 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises CheckpointNotFoundError (nothing there, or not all of it), CheckpointCorruptError (the bytes contradict
     themselves), UnsupportedCheckpointError (a form that is refused by name) or ConfigError.
     """
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str):
+        raise CheckpointNotFoundError(
+            f"path: expected a folder, a .gguf file or a Hub id as text or Path, found {text!r:.80}; name the checkpoint"
+        )
+    if not text.strip():
+        # Path("") is the current folder, which nobody means who passes a variable that was never set.
+        raise CheckpointNotFoundError(
+            f"path: expected a folder, a .gguf file or a Hub id, found the empty text {text!r:.80}; name the "
+            "checkpoint ('.' is the current folder)"
+        )
     try:
-        return _open(os.fspath(path))
+        return _open(text)
     except PermissionError as exc:
         raise CheckpointNotFoundError(
             f"{path}: expected a readable checkpoint, found no permission to read {exc.filename}; change its mode"
