@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, overloa
 import torch
 
 from fuel_core.checkpoint import load_weights, open_checkpoint
+from fuel_core.checkpoint.weights import check_layer_count
 from fuel_core.discovery import family_for
 from fuel_core.errors import CapacityError, ConfigError, GenerationError, TokenizerError
 from fuel_core.generation import (
@@ -117,6 +118,7 @@ def load(
     checkpoint = open_checkpoint(path)
     serving = family_for(checkpoint, prefer=family)
     config = serving.resolve_config(checkpoint.raw)
+    check_layer_count(config, checkpoint, serving)
     with torch.device("meta"):
         backbone = serving.build(config)
     report = load_weights(backbone, checkpoint, serving, weights=weights)

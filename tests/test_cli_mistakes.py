@@ -46,6 +46,27 @@ def _says(line: str, *, expected: str, found: str, next_step: str) -> None:
         assert re.search(part, line), f"{part!r} is not in {line!r}"
 
 
+def test_number_of_layers_that_the_weights_do_not_hold(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Refused before a module is built for each of them: a thousand million take hours."""
+    text = (toy / "config.json").read_text()
+    for count in (2, 4, 10**9):
+        (toy / "config.json").write_text(json.dumps({**json.loads(text), "num_hidden_layers": count}))
+        for verb in ("generate", "inspect"):
+            _says(
+                _refused(capsys, toy, verb=verb),
+                expected="expected num_hidden_layers .* the weights hold, 3,",
+                found=f"found {count} .*config.json",
+                next_step="correct the config",
+            )
+    (toy / "model.safetensors").unlink()
+    _says(
+        _refused(capsys, toy, verb="inspect"),
+        expected="expected num_hidden_layers of at most 10000",
+        found="found 1000000000",
+        next_step="correct the config",
+    )
+
+
 # -- the folder --------------------------------------------------------------------------------------
 
 

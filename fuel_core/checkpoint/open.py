@@ -32,7 +32,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str):
         raise CheckpointNotFoundError(
-            f"path: expected a folder, a .gguf file or a Hub id as text or Path, found {text!r:.80}; name the checkpoint"
+            f"path: expected a folder, a .gguf file or a Hub id, as text or Path, found {text!r:.80}; name one of these"
         )
     if not text.strip():
         # Path("") is the current folder, which nobody means who passes a variable that was never set.

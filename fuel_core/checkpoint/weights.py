@@ -6,6 +6,7 @@ before the first tensor is read. How one tensor becomes one stored parameter is 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from fuel_core.checkpoint.base import Checkpoint, TensorInfo
 
-__all__ = ["WEIGHT_FORMATS", "LoadReport", "default_tensor_name", "load_weights"]
+__all__ = ["WEIGHT_FORMATS", "LoadReport", "check_layer_count", "default_tensor_name", "load_weights"]
 
 WEIGHT_FORMATS: Final[Mapping[str, str]] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """Words `weights=` accepts (besides "auto" and the dtype names themselves) -> dtype of the parameters."""
@@ -31,6 +32,9 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 # Buffers that old checkpoints store and every model works out for itself.
 _RECOMPUTED: Final = (".rotary_emb.inv_freq",)
 _SHOWN: Final = 10
+_LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
+# Many times the deepest model there is; building this many on the meta device still takes seconds, not hours.
+_MOST_LAYERS: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,45 @@ class LoadReport:
 def default_tensor_name(name: str) -> str | None:
     """Parameter name of a checkpoint tensor for families that say nothing: itself, or None for a recomputed buffer."""
     return None if name.endswith(_RECOMPUTED) else name
+
+
+def check_layer_count(config: Any, ck: Checkpoint, family: Any = None) -> None:
+    """Refuse a number of layers that the checkpoint does not hold, before a module is built for each of them.
+
+    Compares `config.num_hidden_layers` with the distinct N among names `layers.N.` (or `blk.N.`) that `family` keeps.
+    Without weights, or without names of that form, the number may be 10 000 at most. A config that has no such field
+    passes. Reads names only. Raises ConfigError naming both numbers.
+    """
+    count = getattr(config, "num_hidden_layers", None)
+    if not isinstance(count, int):
+        return
+    source = getattr(config, "sources", {}).get("num_hidden_layers") or "num_hidden_layers"
+    rule = getattr(family, "tensor_names", None)
+    held: set[int] = set()
+    for name in ck.for_family(family).tensor_names() if ck.has_weights else ():
+        found = _LAYER.search(_parameter_name(rule, name) or "")
+        if found is not None:
+            held.add(int(found[1]))
+    if held and len(held) != count:
+        raise ConfigError(
+            f"{ck.path}: expected num_hidden_layers to be the number of layers that the weights hold, {len(held)}, "
+            f"found {count} ({source}); correct the config, or download the rest of the weights"
+        )
+    if not held and count > _MOST_LAYERS:
+        raise ConfigError(
+            f"{ck.path}: expected num_hidden_layers of at most {_MOST_LAYERS}, found {count} ({source}); "
+            "correct the config"
+        )
+
+
+def _parameter_name(rule: Any, name: str) -> str | None:
+    """What a family's `tensor_names` makes of a tensor's name; None skips the tensor."""
+    if rule is None:
+        return default_tensor_name(name)
+    if isinstance(rule, Mapping):
+        return rule[name] if name in rule else default_tensor_name(name)
+    parameter: str | None = rule(name)
+    return parameter
 
 
 def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto") -> LoadReport:
@@ -197,12 +240,7 @@ def _map_names(ck: Checkpoint, family: Any) -> tuple[dict[str, str], list[str]]:
     tensors: dict[str, str] = {}
     skipped: list[str] = []
     for name in ck.tensor_names():
-        if rule is None:
-            parameter = default_tensor_name(name)
-        elif isinstance(rule, Mapping):
-            parameter = rule[name] if name in rule else default_tensor_name(name)
-        else:
-            parameter = rule(name)
+        parameter = _parameter_name(rule, name)
         if parameter is None:
             skipped.append(name)
         elif parameter in tensors:

@@ -32,6 +32,7 @@ def inspect(
 
     from fuel_core.checkpoint import open_checkpoint
     from fuel_core.checkpoint.config import canonical_dtype
+    from fuel_core.checkpoint.weights import check_layer_count
     from fuel_core.discovery import family_for
     from fuel_core.errors import ConfigError
 
@@ -41,6 +42,7 @@ def inspect(
     with open_checkpoint(model) as checkpoint:
         chosen = family_for(checkpoint, family)
         spec = chosen.resolve_config(checkpoint.raw)
+        check_layer_count(spec, checkpoint, chosen)
         with torch.device("meta"):
             backbone = chosen.build(spec)
         positions = max_seq_len or min(spec.max_position_embeddings, _SHOWN_POSITIONS)
