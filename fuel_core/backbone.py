@@ -195,6 +195,12 @@ class PersistentDecodeModel(nn.Module, ABC):
         if not isinstance(plan, RopePlan):
             raise ConfigError(f"{self.decode_family()}: rope_plan must be a RopePlan, found {type(plan).__name__}")
         self._check_layers("rope_plan", plan.n_layers)
+        head_dim = self.decode_dims().head_dim
+        if head_dim is not None and plan.width > head_dim:
+            raise GeometryError(
+                f"{self.decode_family()}: rope_plan rotates {plan.width} features, a head has {head_dim}; use "
+                f"variants of width {head_dim} or less"
+            )
         self._plan_override["rope"] = plan
 
     def _check_layers(self, what: str, n_layers: int) -> None:
@@ -223,8 +229,13 @@ class PersistentDecodeModel(nn.Module, ABC):
             self._set_config(dataclasses.replace(config, **bound))
             try:
                 mask, rope = self.decode_mask_plan(), self.decode_rope_plan()
-            except BaseException:
+            except BaseException as error:
                 self._set_config(config)
+                if isinstance(error, AttributeError | TypeError | ValueError):
+                    raise ConfigError(
+                        f"{self.decode_family()}: reconfigure() with {sorted(bound)} makes no plan ({error}); give "
+                        "values of the types that the config has"
+                    ) from error
                 raise
             version = self._config_now()
             self._plan_memo = {"mask": (version, mask), "rope": (version, rope)}
@@ -268,6 +279,15 @@ class PersistentDecodeModel(nn.Module, ABC):
             self._epoch += 1
             self._key_memo.clear()
             self._programs.clear()
+
+    def content_version(self) -> object:
+        """What positions computed now depend on: the model, its weights, its config and the values of both plans.
+
+        A cache remembers it for every position, so that a prompt prefix is taken over only from the very model, as it
+        is now. As of the last ``weights_epoch()``, which every step takes; in-place edits show after
+        ``bump_weights_epoch()``.
+        """
+        return (self._instance_id, self._epoch, self.decode_config(), self.mask_plan, self.rope_plan)
 
     def decode_shape_key(self) -> ShapeKey:
         """The identity that a held plan of this model is baked against. Final: families cannot narrow it.
@@ -390,24 +410,28 @@ class _WeightSnapshot:
     Compared once a step, so it is flat lists and identity tests: about 0.2 us a tensor.
     """
 
-    __slots__ = ("children", "pointers", "sizes")
+    __slots__ = ("absent", "children", "empty", "pointers", "sizes")
 
     def __init__(self, model: nn.Module) -> None:
         self.pointers: list[tuple[dict[str, Any], str, Tensor, int, torch.dtype]] = []
         self.children: list[tuple[dict[str, Any], str, nn.Module]] = []
         self.sizes: list[tuple[dict[str, Any], int]] = []
+        # Places that hold nothing yet: a bias or an adapter put there later changes what the model computes.
+        self.absent: list[tuple[dict[str, Any], str]] = []
+        self.empty: list[dict[str, Any]] = []
         for module in model.modules():
-            for held in (module._parameters, module._buffers):
+            for held in (module._parameters, module._buffers, module._modules):
                 if held:
                     self.sizes.append((held, len(held)))
-                for name, tensor in held.items():
-                    if tensor is not None:
-                        self.pointers.append((held, name, tensor, tensor.data_ptr(), tensor.dtype))
-            if module._modules:
-                self.sizes.append((module._modules, len(module._modules)))
-                for name, child in module._modules.items():
-                    if child is not None:
-                        self.children.append((module._modules, name, child))
+                else:
+                    self.empty.append(held)
+                for name, value in held.items():
+                    if value is None:
+                        self.absent.append((held, name))
+                    elif isinstance(value, nn.Module):
+                        self.children.append((held, name, value))
+                    else:
+                        self.pointers.append((held, name, value, value.data_ptr(), value.dtype))
 
     def is_current(self) -> bool:
         for held, name, tensor, pointer, dtype in self.pointers:
@@ -416,4 +440,6 @@ class _WeightSnapshot:
         for held, name, child in self.children:
             if held.get(name) is not child:
                 return False
+        if any(self.empty) or any(held.get(name) is not None for held, name in self.absent):
+            return False
         return all(len(held) == size for held, size in self.sizes)

@@ -135,12 +135,18 @@ class KvCache:
             raise GeometryError("KvCache: at least one layer state spec expected, found none")
         if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
             raise CapacityError(f"KvCache: max_seq_len must be an integer of at least 1, found {max_seq_len!r}")
-        if not dtype.is_floating_point:
-            raise GeometryError(f"KvCache: a floating-point dtype is expected, found {dtype}")
+        wrong = [spec for spec in self.specs if not isinstance(spec, KeyValue | Slots)]
+        if wrong:
+            raise GeometryError(f"KvCache: layer state specs (KeyValue or Slots) are expected, found {wrong[0]!r}")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise GeometryError(f"KvCache: a floating-point torch dtype is expected, found {dtype!r}")
         self.max_seq_len = max_seq_len
         self.dtype = dtype
         # Resolved once: "cuda" and "cuda:0" are one place, and tensors only ever report the latter.
-        self.device = torch.empty(0, device=device).device
+        try:
+            self.device = torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError, TypeError) as error:
+            raise GeometryError(f"KvCache: device {device!r} cannot be used here; use device='cpu'") from error
         self._alloc_id = KvAllocId.next()
         self._layers: list[dict[str, Tensor]] | None = None
         self._cached_len = 0
@@ -150,6 +156,8 @@ class KvCache:
         self._torn = False
         self._in_step = False
         self._written = 0
+        # From which position on, what computed the rows: only ever compared, by whoever reuses a prefix.
+        self._filled_by: list[tuple[int, object]] = []
 
     @classmethod
     def with_capacity(
@@ -190,6 +198,7 @@ class KvCache:
                 other._layers = [{name: t.clone() for name, t in layer.items()} for layer in self._layers]
         other._cached_len, other._token_ids = self._cached_len, list(self._token_ids)
         other._torn, other._written = self._torn, self._written
+        other._filled_by = list(self._filled_by)
         return other
 
     # -- contents ---------------------------------------------------------------------------------
@@ -217,6 +226,14 @@ class KvCache:
             n += 1
         return n
 
+    def reusable_prefix(self, token_ids: Sequence[int], filled_by: object) -> int:
+        """How many leading ids the cache holds as ``filled_by`` (a model's ``content_version()``) computed them.
+
+        Rows that another model computed, or this one before its weights, config or plans changed, do not count.
+        """
+        mine = self.common_prefix(token_ids)
+        return min([mine, *(start for start, by in self._filled_by if by != filled_by)])
+
     @property
     def has_storage(self) -> bool:
         return self._layers is not None
@@ -227,13 +244,21 @@ class KvCache:
             return
         # Tensors made inside a caller's inference_mode could never be written outside it.
         with torch.inference_mode(False):
-            self._layers = [
-                {
-                    slot.name: torch.zeros(slot.buffer_shape(1, self.max_seq_len), dtype=self.dtype, device=self.device)
-                    for slot in spec.slots
-                }
-                for spec in self.specs
-            ]
+            try:
+                self._layers = [
+                    {
+                        slot.name: torch.zeros(
+                            slot.buffer_shape(1, self.max_seq_len), dtype=self.dtype, device=self.device
+                        )
+                        for slot in spec.slots
+                    }
+                    for spec in self.specs
+                ]
+            except RuntimeError as error:
+                raise CapacityError(
+                    f"KvCache: {self.nbytes} bytes for {self.max_seq_len} positions could not be allocated on "
+                    f"{self.device}; use a smaller max_seq_len"
+                ) from error
         self._written = 0
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
@@ -272,10 +297,13 @@ class KvCache:
                     f"KvCache.set_layer: layer {layer_idx} slot {slot.name!r} was made inside torch.inference_mode and "
                     "cannot be written outside it; make it outside, or clone it there"
                 )
+        if len({buffers[slot.name].data_ptr() for slot in spec.slots}) != len(spec.slots):
+            raise GeometryError(f"KvCache.set_layer: layer {layer_idx} slots share one buffer; give each its own")
         self.ensure_storage()
         assert self._layers is not None
         self._layers[layer_idx] = {slot.name: buffers[slot.name] for slot in spec.slots}
         self._version_base[layer_idx] = self._steps
+        self._filled_by = [(0, object())]  # nobody may take their rows for a prefix of its own
         self._written = self.max_seq_len  # what they hold beyond cached_len is anyone's guess
         self._alloc_id = KvAllocId.next()
 
@@ -298,8 +326,10 @@ class KvCache:
         Raises CacheStateError when ``n`` is negative or above ``cached_len``, and when a layer keeps rolling
         state, which cannot be rewound (``n == cached_len`` is always allowed; ``n == 0`` resets it).
         """
-        if not 0 <= n <= self._cached_len:
-            raise CacheStateError(f"KvCache.truncate_to: 0..cached_len ({self._cached_len}) expected, found {n}")
+        if type(n) is not int or not 0 <= n <= self._cached_len:
+            raise CacheStateError(
+                f"KvCache.truncate_to: an integer in 0..cached_len ({self._cached_len}) expected, found {n!r}"
+            )
         if n == 0:
             self._reset_rolling()
         elif self.has_rolling_state and n != self._cached_len:
@@ -309,12 +339,14 @@ class KvCache:
             )
         self._cached_len = n
         del self._token_ids[n:]
+        self._filled_by = [fill for fill in self._filled_by if fill[0] < n]
 
     def clear(self) -> None:
         """Release the storage and mint a new alloc id; the next step allocates anew."""
         self._layers = None
         self._cached_len = 0
         self._token_ids.clear()
+        self._filled_by.clear()
         self._version_base = [self._steps] * self.n_layers
         self._torn = False
         self._written = 0
@@ -329,6 +361,8 @@ class KvCache:
         """
         if self.specs != other.specs or self.dtype != other.dtype:
             raise GeometryError("KvCache.copy_prefix_from: both caches must have equal specs and dtype")
+        if type(n) is not int:
+            raise CacheStateError(f"KvCache.copy_prefix_from: an integer is expected, found {n!r}")
         if n > self.max_seq_len:
             raise CapacityError(f"KvCache.copy_prefix_from: capacity {self.max_seq_len}, needed {n}")
         if not 0 <= n <= other._cached_len or (other.has_rolling_state and n not in (0, other._cached_len)):
@@ -350,6 +384,7 @@ class KvCache:
         elif self.has_rolling_state:
             self._reset_rolling()
         self._cached_len, self._token_ids = n, other._token_ids[:n]
+        self._filled_by = [fill for fill in other._filled_by if fill[0] < n]
         self._written = max(self._written, n)
 
     # -- what a step does ---------------------------------------------------------------------------
@@ -399,8 +434,10 @@ class KvCache:
         self._written = max(self._written, self._cached_len + n_tokens)
         self._in_step = True
 
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Record a completed step. The only place where the filled length grows."""
+    def advance(self, token_ids: Sequence[int], filled_by: object = None) -> None:
+        """Record a completed step, and what computed it. The only place where the filled length grows."""
+        if not self._filled_by or self._filled_by[-1][1] != filled_by:
+            self._filled_by.append((self._cached_len, filled_by))
         self._cached_len += len(token_ids)
         self._token_ids.extend(token_ids)
         self._steps += 1

@@ -248,7 +248,9 @@ class Generation:
 
     def _rewind(self) -> int:
         """How many leading ids the cache keeps: as many as it shares, but never the last id."""
-        shared = min(self.cache.common_prefix(self._ids), len(self._ids) - 1)
+        self.backbone.weights_epoch()
+        held = self.cache.reusable_prefix(self._ids, self.backbone.content_version())
+        shared = min(held, len(self._ids) - 1)
         if not self._reuse_cache and not self._started:
             shared = 0
         if shared < self.cache.cached_len and self.cache.has_rolling_state:

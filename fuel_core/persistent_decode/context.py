@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -194,6 +195,25 @@ class InferenceContext:
                 self._sessions.remove(slot)
                 self.record(Disposition.DROPPED, Reason.WEIGHTS_EPOCH, gone)
         return gone
+
+    def checkpoint(self) -> Callable[[], None]:
+        """Remember what is held, decided and counted; returns the call that puts it back after a failed step.
+
+        A session that was re-pointed meanwhile is whole and stays where it points, and so does what is told of it.
+        """
+        held = [(slot, slot.session) for slot in self._sessions]
+        events, replans, rebound = self.plan_events.copy(), dict(self.stats.replans), self.stats.rebound_kv
+
+        def restore() -> None:
+            for slot, session in held:
+                slot.session = session
+            self._sessions = [slot for slot, _ in held]
+            if self.stats.rebound_kv == rebound:
+                self.plan_events.clear()
+                self.plan_events.extend(events)
+                self.stats.replans = replans
+
+        return restore
 
     def drop_sessions(self) -> None:
         """Drop every held session."""

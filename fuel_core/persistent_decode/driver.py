@@ -43,5 +43,5 @@ def rebind_and_realize_prebuilt(
         into=session.bound,
     )
     logits = session.plan.run(session.bound.symbols)
-    cache.advance(token_ids)
+    cache.advance(token_ids, model.content_version())
     return logits

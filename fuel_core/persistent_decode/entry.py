@@ -64,15 +64,19 @@ def _no_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 @contextmanager
-def _step(ctx: InferenceContext, cache: KvCache, n_tokens: int) -> Iterator[None]:
-    """One forward call: serialised per context, no autograd, timed; a failure leaves the cache where it was."""
+def _step(ctx: InferenceContext, cache: KvCache, n_tokens: int, slot: SessionSlot | None = None) -> Iterator[None]:
+    """One forward call: serialised per context, no autograd, timed; a failure leaves everything as it was."""
     with ctx.lock, torch.inference_mode(False), torch.no_grad(), _no_autocast(ctx.device.type):
         ctx.step += 1
         started = time.perf_counter()
+        restore, session = ctx.checkpoint(), slot.session if slot is not None else None
         try:
             yield
         except BaseException:
             ctx.step -= 1
+            restore()
+            if slot is not None:
+                slot.session = session
             cache.abandon_step()
             raise
         elapsed = (time.perf_counter() - started) * 1e3
@@ -88,7 +92,8 @@ def _fresh(
     model: DecodeBackbone, ids: list[int], cache: KvCache, ctx: InferenceContext, all_positions: bool = False
 ) -> Tensor:
     built = build_decode_graph(model, DataConsts.BAKED, ids, cache, ctx, all_positions=all_positions)
-    cache.advance(ids)
+    model.weights_epoch()
+    cache.advance(ids, model.content_version())
     ctx.stats.fresh_steps += 1
     return built.logits[0] if all_positions else built.logits[0, -1]
 
@@ -181,7 +186,7 @@ def _persistent(
         ctx.stats.rebinds += 1
         return logits[0, -1]
     built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx)
-    cache.advance(ids)
+    cache.advance(ids, model.content_version())
     slot.session = built.session
     ctx.stats.plans_built += 1
     if disposition is Disposition.ABSENT:  # not before: a build that failed replaced nothing
@@ -211,7 +216,7 @@ def forward_with_kv_context_persistent(
     Raises DecodeError and below; cache, context and session are as before then.
     """
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
-    with _step(ctx, cache, len(ids)):
+    with _step(ctx, cache, len(ids), slot):
         fresh = _runs_fresh(ids, ctx)
         if fresh is not None:
             logits = _fresh(model, ids, cache, ctx)

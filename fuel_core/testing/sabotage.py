@@ -43,9 +43,9 @@ def _cache_never_advances() -> None:
     from fuel_core.kv_cache import KvCache
 
     def make(original: Any) -> Any:
-        def advance(self: Any, token_ids: Sequence[int]) -> None:
+        def advance(self: Any, token_ids: Sequence[int], filled_by: object = None) -> None:
             before = self._cached_len
-            original(self, token_ids)
+            original(self, token_ids, filled_by)
             if len(token_ids) == 1:
                 self._cached_len = before
 
