@@ -10,7 +10,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,14 @@ import torch
 from fuel_core.checkpoint import load_weights, open_checkpoint
 from fuel_core.checkpoint.weights import check_layer_count
 from fuel_core.discovery import family_for
-from fuel_core.errors import CapacityError, ConfigError, GenerationError, TokenizerError
+from fuel_core.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    ChatTemplateError,
+    ConfigError,
+    GenerationError,
+    TokenizerError,
+)
 from fuel_core.generation import (
     PREFILL_CHUNK,
     FinishReason,
@@ -35,6 +42,7 @@ from fuel_core.generation import (
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode import InferenceContext
 from fuel_core.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
+from fuel_core.text.chat_template import check_messages
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
@@ -104,15 +112,15 @@ def load(
     Raises ConfigError or BackendUnavailableError for settings that cannot be used, CheckpointError, FamilyError,
     WeightsError or TokenizerError. A checkpoint without a tokenizer loads; it then takes token ids only.
     """
-    if max_seq_len is not None and (isinstance(max_seq_len, bool) or max_seq_len < 1):
-        raise ConfigError(f"max_seq_len: a whole number of at least 1 expected, found {max_seq_len!r}")
+    _at_least_one("max_seq_len", max_seq_len)
+    _at_least_one("threads", threads)
+    if family is not None and not isinstance(family, str):
+        raise ConfigError(f"family: the name of a family or distribution expected, found {family!r:.80}")
     if threads is not None:
-        if isinstance(threads, bool) or threads < 1:
-            raise ConfigError(f"threads: a whole number of at least 1 expected, found {threads!r}")
         torch.set_num_threads(threads)
     # Words are checked before anything large is read; the context knows which devices and plan backends exist here.
     _dtype_word(dtype)
-    place = InferenceContext(device, plan=plan).device
+    place = InferenceContext(device if isinstance(device, str) else _device(device), plan=plan).device
     if place.type == "meta":
         raise ConfigError("device: one that computes expected, found 'meta', which has no memory; use device='cpu'")
     checkpoint = open_checkpoint(path)
@@ -496,17 +504,22 @@ class LanguageModel:
         *,
         checkpoint: Checkpoint | None = None,
         tokenizer: Tokenizer | None = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: str | torch.dtype = torch.float32,
         device: str | torch.device = "cpu",
         max_seq_len: int | None = None,
         plan: str = "auto",
         prefill_chunk: int = PREFILL_CHUNK,
     ) -> None:
+        named = _dtype_word(dtype)
+        if named is None:
+            raise ConfigError(f"dtype: {', '.join(_DTYPES)} expected, found {dtype!r}; load() resolves 'auto'")
+        _at_least_one("max_seq_len", max_seq_len)
+        _at_least_one("prefill_chunk", prefill_chunk)
         self._backbone: DecodeBackbone | None = backbone
         self.config: Any = backbone.config
         self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = torch.device(device)
+        self.dtype = named
+        self.device = _device(device)
         self.plan = plan
         self.max_seq_len = max_seq_len
         self.prefill_chunk = prefill_chunk
@@ -855,7 +868,23 @@ class LanguageModel:
 
     def _chat_ids(self, messages: Messages, template_kwargs: Mapping[str, Any] | None) -> list[int]:
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.tokenizer.encode_chat(conversation, **(template_kwargs or {}))
+        extra = {} if template_kwargs is None else template_kwargs
+        if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
+            raise ChatTemplateError(f"template_kwargs: a mapping from names to values expected, found {extra!r:.80}")
+        reserved = sorted({"messages", "self"}.intersection(extra))
+        if reserved:
+            raise ChatTemplateError(
+                f"template_kwargs: what the template takes besides the messages expected, found {', '.join(reserved)}; "
+                "leave it out"
+            )
+        check_messages(conversation)
+        for index, message in enumerate(conversation):
+            # Something else may stand in for the content, such as the call of a tool; nothing at all may not.
+            if all(value is None for key, value in message.items() if key not in ("role", "name")):
+                raise ChatTemplateError(
+                    f"chat message {index} must have a 'content', found none in {dict(message)!r:.80}; give it a text"
+                )
+        return self.tokenizer.encode_chat(conversation, **extra)
 
     def _check_options(self, call: str, options: Mapping[str, Any]) -> None:
         """Raise TypeError for a keyword that no request has, and GenerationError on a closed model."""
@@ -877,18 +906,30 @@ class LanguageModel:
             raise GenerationError(f"sampling: a SamplingParams expected, found {type(sampling).__name__}")
         if sampling is None:
             sampling = self.published_sampling if whole else SamplingParams()
-        sampling = replace(sampling, **given)
+        try:
+            sampling = replace(sampling, **given)
+        except OverflowError:
+            names = [name for name, value in given.items() if isinstance(value, int) and value.bit_length() > 1024]
+            raise GenerationError(
+                f"{' and '.join(names) or 'sampling'}: a finite number expected, found one beyond every float"
+            ) from None
         sampling.check_vocab(self.backbone.decode_dims().vocab)
-        stop = options.get("stop") or ()
+        given_stop = options.get("stop")
+        if given_stop is not None and not isinstance(given_stop, Iterable):
+            raise GenerationError(f"stop: a text or a list of texts expected, found {given_stop!r:.80}")
+        stop = () if not given_stop else given_stop if isinstance(given_stop, str) else tuple(given_stop)
         StopStrings(stop)
+        on_progress = options.get("on_progress")
+        if on_progress is not None and not callable(on_progress):
+            raise GenerationError(f"on_progress: a function of (done, total) expected, found {on_progress!r:.80}")
         if self._tokenizer is None and stop:
             raise GenerationError("stop: a tokenizer is needed to find stop strings; this model has none")
         return _Request(
             max_new_tokens,
             sampling,
-            stop if isinstance(stop, str) else tuple(stop),
+            stop,
             bool(options.get("ignore_eos", False)),
-            options.get("on_progress"),
+            on_progress,
             whole,
         )
 
@@ -1049,6 +1090,23 @@ def _no_tokenizer(source: TokenizerSource) -> str:
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or pass token ids"
         )
     return f"{expected} none; add the file, or pass token ids to generate"
+
+
+def _at_least_one(name: str, value: object) -> None:
+    """Raise ConfigError for what is neither None nor a whole number of at least 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name}: a whole number of at least 1 expected, found {value!r:.80}")
+
+
+def _device(device: object) -> torch.device:
+    """The device that is named, whether or not it is here; BackendUnavailableError for what names none."""
+    try:
+        if isinstance(device, str | torch.device):
+            return torch.device(device)
+    except RuntimeError:
+        # torch's own message lists every backend that exists anywhere.
+        pass
+    raise BackendUnavailableError(f"device: 'cpu' or 'cuda' expected, found {str(device)!r:.80}; use device='cpu'")
 
 
 def _dtype_word(dtype: str | torch.dtype) -> torch.dtype | None:

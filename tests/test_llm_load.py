@@ -87,7 +87,15 @@ def test_load_compressed_weights_decode_in_float32_on_a_cpu(folder: Path) -> Non
         ({"dtype": "banana"}, "dtype: auto, float32.*found 'banana'"),
         ({"dtype": torch.int8}, "dtype: auto"),
         ({"max_seq_len": 0}, "max_seq_len"),
+        ({"max_seq_len": True}, "max_seq_len"),
+        ({"max_seq_len": "x"}, "max_seq_len: .* found 'x'"),
+        ({"max_seq_len": 1.5}, "max_seq_len: .* found 1.5"),
         ({"threads": 0}, "threads"),
+        ({"threads": "2"}, "threads: .* found '2'"),
+        ({"threads": 1.5}, "threads: .* found 1.5"),
+        ({"family": 3}, "family: .* found 3"),
+        ({"dtype": 3}, "dtype: .* found 3"),
+        ({"dtype": ["f32"]}, "dtype: .* found "),
     ],
 )
 def test_load_refuses_settings_before_reading_anything(options: dict[str, object], message: str) -> None:
@@ -95,9 +103,9 @@ def test_load_refuses_settings_before_reading_anything(options: dict[str, object
         load("/nowhere", **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("option", "word"), [("device", "nowhere"), ("plan", "nope")])
-def test_load_refuses_a_device_or_plan_that_does_not_exist(option: str, word: str) -> None:
-    with pytest.raises(BackendUnavailableError, match=word):
+@pytest.mark.parametrize(("option", "word"), [("device", "nowhere"), ("device", 3.5), ("plan", "nope")])
+def test_load_refuses_a_device_or_plan_that_does_not_exist(option: str, word: object) -> None:
+    with pytest.raises(BackendUnavailableError, match=str(word)):
         load("/nowhere", **{option: word})  # type: ignore[arg-type]
 
 

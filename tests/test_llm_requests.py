@@ -14,10 +14,10 @@ import pytest
 import torch
 from tiny_tokenizers import CHATML, byte_level_json
 from toy_backbone import latent_toy
-from toy_llm import BOS, make
+from toy_llm import BOS, byte_level, make
 
 from fuel_core.checkpoint.tokenizer_source import TokenizerSource
-from fuel_core.errors import GenerationError
+from fuel_core.errors import BackendUnavailableError, ChatTemplateError, ConfigError, GenerationError
 from fuel_core.generation import SamplingParams
 from fuel_core.llm import LanguageModel
 from fuel_core.text import load_tokenizer
@@ -307,3 +307,60 @@ def test_script_of_a_user_passes_strict_type_checks_and_a_wrong_one_does_not(tmp
     )
     assert "good.py" not in done.stdout, done.stdout
     assert "temprature" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dtype": "banana"}, ConfigError, "dtype: .* found 'banana'"),
+        ({"dtype": "auto"}, ConfigError, "dtype: .* found 'auto'"),
+        ({"device": "banana"}, BackendUnavailableError, "device: .* found 'banana'"),
+        ({"device": None}, BackendUnavailableError, "device: .* found 'None'"),
+        ({"max_seq_len": 0}, ConfigError, "max_seq_len: .* found 0"),
+        ({"max_seq_len": True}, ConfigError, "max_seq_len: .* found True"),
+        ({"prefill_chunk": 0}, ConfigError, "prefill_chunk: .* found 0"),
+    ],
+)
+def test_model_refuses_settings_when_it_is_made(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_model_takes_the_words_that_load_takes_for_a_dtype() -> None:
+    assert make(dtype="bf16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop": 5}, "stop: .* found 5"),
+        ({"stop": 0}, "stop: .* found 0"),
+        ({"stop": b"x"}, "stop: .* found 120"),
+        ({"on_progress": 5}, "on_progress: .* found 5"),
+        ({"temperature": 10**400}, "temperature: a finite number expected"),
+    ],
+)
+def test_request_refuses_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GenerationError, match=message):
+        make().generate("hi", 1, **options)
+
+
+@pytest.mark.parametrize(
+    ("messages", "template_kwargs", "message"),
+    [
+        ("hi", 5, "template_kwargs: .* found 5"),
+        ("hi", {1: 2}, "template_kwargs: .* found"),
+        ("hi", {"messages": []}, "template_kwargs: .* found messages"),
+        ([{"role": "user", "content": None}], None, "chat message 0 must have a 'content'"),
+        ([{"role": "user"}], None, "chat message 0 must have a 'content'"),
+    ],
+)
+def test_chat_refuses_what_no_template_takes(messages: Any, template_kwargs: Any, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=message):
+        make().chat(messages, 1, template_kwargs=template_kwargs)
+
+
+def test_chat_message_that_calls_a_tool_needs_no_content() -> None:
+    template = "{% for m in messages %}{{ m.content or m.tool_calls[0].name }}{% endfor %}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{"name": "b"}]}]
+    assert make(byte_level(template=template)).chat(messages, 1).usage.prompt_tokens == 2
