@@ -90,3 +90,11 @@ def _options(text: str) -> set[str]:
 def test_every_command_of_a_conversation_is_documented() -> None:
     documented = re.findall(r"^\| `(/\w+)`", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
     assert documented == list(COMMANDS)
+
+
+def test_docs_say_what_a_mapped_file_and_a_held_plan_do_not_survive() -> None:
+    requests = (ROOT / "docs" / "requests.md").read_text()
+    assert re.search(r"mapped from the checkpoint's files.*truncate.*in place", requests, re.DOTALL)
+    assert re.search(
+        r"does not follow:.*attributes.*hooks.*`forward`", (ROOT / "docs" / "decode-plans.md").read_text(), re.S
+    )
