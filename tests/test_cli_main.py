@@ -76,6 +76,19 @@ def test_module_run_is_the_same_command() -> None:
     assert done.stdout.startswith("fuel-core ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("arguments", [["families"], ["families", "--json"]])
+def test_output_that_cannot_be_written_is_said_to_be_the_output(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "fuel_core", *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60
+        )
+    assert done.stderr == (
+        "fuel: output: expected room for it, found 'No space left on device'; free some, or send it elsewhere\n"
+    )
+    assert done.returncode == 2
+
+
 @pytest.mark.parametrize("arguments", [["--nope"], ["nope"], ["generate"], ["generate", "x", "--threads", "zero"]])
 def test_usage_error_is_one_line_on_stderr_and_exits_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]

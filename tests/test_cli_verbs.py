@@ -57,6 +57,16 @@ def test_generate_prints_the_text_alone_on_stdout(model: str, capsys: pytest.Cap
     assert "fuel chat" in captured.err  # this checkpoint has a template that generate does not apply
 
 
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_logprobs_without_json_are_said_to_be_left_out(
+    verb: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([verb, model, "w1", "-n", "2", "--logprobs", "1"]) == 0
+    assert capsys.readouterr().err.count("--logprobs: printed with --json only\n") == 1
+    assert cli.main([verb, model, "w1", "-n", "2", "--logprobs", "1", "--json"]) == 0
+    assert "--logprobs" not in capsys.readouterr().err
+
+
 def test_generate_reads_the_prompt_from_stdin(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

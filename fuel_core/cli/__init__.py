@@ -6,6 +6,7 @@ it imports no torch, so `--help` and `families` answer at once.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import traceback
@@ -48,7 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except TyperException as error:
         return _complain(error.format_message(), error.exit_code, hint=True)
-    except (FuelError, OSError) as error:
+    except OSError as error:
+        # What is read, and what is saved to a named file, names the file; only the output has none.
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            _discard_stdout()
+            return _complain(
+                f"output: expected room for it, found {error.strerror!r}; free some, or send it elsewhere", _USER
+            )
+        return _complain(str(error), _USER)
+    except FuelError as error:
         return _complain(str(error), _USER)
     except Exception as error:
         text = f"internal error, {type(error).__name__}: {error} (FUEL_DEBUG=1 shows where)"
@@ -65,7 +74,7 @@ def _complain(message: str, code: int, *, hint: bool = False) -> int:
 
 
 def _discard_stdout() -> None:
-    """Send what is left to nowhere: the interpreter's own flush at exit would complain about the closed pipe."""
+    """Send what is left to nowhere: the interpreter's own flush at exit would complain once more."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError):

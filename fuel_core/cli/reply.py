@@ -95,6 +95,8 @@ def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_p
         sys.stdout.write("\n")
         sys.stdout.flush()
         note(_summary(done, per_second(arrivals)))
+        if done.logprobs is not None:
+            note("--logprobs: printed with --json only")
     if explain_plan:
         explain(llm.context)
 
