@@ -254,3 +254,10 @@ def test_quantisation_inside_the_nested_level_is_seen_and_null_is_none() -> None
     nested = RawConfig.from_config({"text_config": {"quantization_config": {"quant_method": "fp8"}}})
     assert nested.quantization == "fp8"
     assert reader(quantization_config=None).raw.quantization is None
+
+
+def test_more_layers_than_any_model_has_are_refused_before_a_family_lists_them() -> None:
+    """A family may make a tuple with an entry for each layer, which 10**9 layers would make last."""
+    assert reader(num_hidden_layers=10_000).common()["num_hidden_layers"] == 10_000
+    with pytest.raises(ConfigError, match=r"num_hidden_layers.* at most 10000, found 10001"):
+        reader(num_hidden_layers=10_001).common()

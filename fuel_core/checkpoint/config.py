@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 from fuel_core.checkpoint.published import known_rope_types, rope_behaviour
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError
 
-__all__ = ["REQUIRED", "ConfigReader", "DecoderConfig", "RawConfig", "RopeParameters", "canonical_dtype"]
+__all__ = ["MOST_LAYERS", "REQUIRED", "ConfigReader", "DecoderConfig", "RawConfig", "RopeParameters", "canonical_dtype"]
 
 # The reader's methods are named for the types they return, which hides those names inside its class body.
 _Int: TypeAlias = int
@@ -31,6 +31,9 @@ class _Required:
 
 REQUIRED: Final = _Required()
 """Default of the typed getters: the key must be there."""
+
+MOST_LAYERS: Final = 10_000
+"""Many times the depth of the deepest model; a module of this many layers is still built in seconds."""
 
 _DTYPES: Final = {
     "float32": "float32",
@@ -532,7 +535,7 @@ class ConfigReader:
             "vocab_size": self.int("vocab_size"),
             "hidden_size": self.int("hidden_size"),
             "intermediate_size": self.int("intermediate_size"),
-            "num_hidden_layers": self.int("num_hidden_layers"),
+            "num_hidden_layers": self._layers(),
             "num_attention_heads": self.int("num_attention_heads"),
             "num_key_value_heads": self._key_value_heads(),
             "head_dim": self.head_dim(),
@@ -604,6 +607,13 @@ class ConfigReader:
         if value >= 1 << 62:
             raise self._wrong(key, "an integer below 2^62", value)
         return value
+
+    def _layers(self) -> _Int:
+        # Bounded here, because families make lists of this length before anything is compared with the weights.
+        count = self.int("num_hidden_layers")
+        if count > MOST_LAYERS:
+            raise self._wrong("num_hidden_layers", f"an integer of at most {MOST_LAYERS}", count)
+        return count
 
     def _number(self, key: _Str, value: Any, above: _Float | None) -> _Float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from fuel_core.checkpoint.config import MOST_LAYERS
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError, WeightsError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 _RECOMPUTED: Final = (".rotary_emb.inv_freq",)
 _SHOWN: Final = 10
 _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
-# Many times the deepest model there is; building this many on the meta device still takes seconds, not hours.
-_MOST_LAYERS: Final = 10_000
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,9 @@ def check_layer_count(config: Any, ck: Checkpoint, family: Any = None) -> None:
             f"{ck.path}: expected num_hidden_layers to be the number of layers that the weights hold, {len(held)}, "
             f"found {count} ({source}); correct the config, or download the rest of the weights"
         )
-    if not held and count > _MOST_LAYERS:
+    if not held and count > MOST_LAYERS:
         raise ConfigError(
-            f"{ck.path}: expected num_hidden_layers of at most {_MOST_LAYERS}, found {count} ({source}); "
+            f"{ck.path}: expected num_hidden_layers of at most {MOST_LAYERS}, found {count} ({source}); "
             "correct the config"
         )
 
