@@ -117,6 +117,13 @@ def test_json_is_one_object_a_session_with_turns_and_messages(piped: Any) -> Non
     assert _report(piped, "")["turns"] == []
 
 
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_logprobs_of_a_conversation_are_said_to_be_left_out(piped: Any, options: tuple[str, ...]) -> None:
+    code, _, err = piped("w1\n", "--logprobs", "1", *options)
+    assert code == 0
+    assert err.count("--logprobs: not reported in a conversation; give a PROMPT and --json\n") == 1
+
+
 def test_messages_of_several_lines(piped: Any) -> None:
     report = _report(
         piped, 'w1\\\nw2\\\nw3\n"""w4\nw5"""\n"""\n\n w6 \n\n"""\n"""w7"""\n//w8\n"""/reset"""\nw9\\\n', "-n", "1"

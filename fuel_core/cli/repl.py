@@ -61,6 +61,8 @@ def converse(
     Raises ChatTemplateError before the first message where the checkpoint cannot chat.
     """
     session = _Session(llm, Conversation(llm, system), max_new_tokens, options, json)
+    if options.get("logprobs") is not None:
+        note("--logprobs: not reported in a conversation; give a PROMPT and --json")
     session.run()
     if json:
         print_json(session.report(explain_plan))
