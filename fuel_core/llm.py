@@ -911,7 +911,7 @@ class LanguageModel:
         except OverflowError:
             names = [name for name, value in given.items() if isinstance(value, int) and value.bit_length() > 1024]
             raise GenerationError(
-                f"{' and '.join(names) or 'sampling'}: a finite number expected, found one beyond every float"
+                f"{' and '.join(names) or 'logit_bias'}: a finite number expected, found one beyond every float"
             ) from None
         sampling.check_vocab(self.backbone.decode_dims().vocab)
         given_stop = options.get("stop")

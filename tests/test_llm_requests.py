@@ -338,6 +338,7 @@ def test_model_takes_the_words_that_load_takes_for_a_dtype() -> None:
         ({"stop": b"x"}, "stop: .* found 120"),
         ({"on_progress": 5}, "on_progress: .* found 5"),
         ({"temperature": 10**400}, "temperature: a finite number expected"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias: a finite number expected"),
     ],
 )
 def test_request_refuses_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:
