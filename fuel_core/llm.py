@@ -516,7 +516,6 @@ class LanguageModel:
         _at_least_one("max_seq_len", max_seq_len)
         _at_least_one("prefill_chunk", prefill_chunk)
         self._backbone: DecodeBackbone | None = backbone
-        self.config: Any = backbone.config
         self.checkpoint = checkpoint
         self.dtype = named
         self.device = _device(device)
@@ -557,6 +556,11 @@ class LanguageModel:
         self._check_open()
         assert self._backbone is not None, "open"
         return self._backbone
+
+    @property
+    def config(self) -> Any:
+        """The model's frozen resolved spec, as it is now. Raises GenerationError once this object is closed."""
+        return self.backbone.config
 
     @property
     def tokenizer(self) -> Tokenizer:

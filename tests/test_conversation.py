@@ -52,7 +52,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], None]:
 
         def step(backbone: ToyBackbone, token_ids: list[int], cache: KvCache, ctx: object) -> Tensor:
             cache.check_room(len(token_ids), "scripted")
-            cache.advance(token_ids)
+            cache.advance(token_ids, backbone.content_version())
             logits = torch.zeros(backbone.decode_dims().vocab)
             logits[pending.pop(0)] = 1.0
             return logits

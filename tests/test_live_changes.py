@@ -66,6 +66,14 @@ def test_a_prefix_computed_before_a_change_is_not_taken_over(change) -> None:
     assert llm.generate(PROMPT, max_new_tokens=4, ignore_eos=True).usage.cached_tokens == len(PROMPT) - 1
 
 
+def test_the_facade_shows_the_config_in_force() -> None:
+    model = toy()
+    llm = LanguageModel(model)
+    model.reconfigure(rope_thetas=(77.0,))
+    assert llm.config is model.config
+    assert llm.config.rope_thetas == (77.0,)
+
+
 def test_a_cache_of_another_model_gives_no_prefix() -> None:
     first, second = toy(), toy(seed=1)
     cache, ctx = new_cache(first), InferenceContext()
