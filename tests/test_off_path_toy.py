@@ -285,7 +285,7 @@ def test_a_fault_in_the_shared_driver_reaches_both(monkeypatch):
         def __getattr__(self, name):
             return getattr(self.cache, name)
 
-        def advance(self, token_ids):
+        def advance(self, token_ids, filled_by=None):
             pass
 
     run = driver.rebind_and_realize_prebuilt
