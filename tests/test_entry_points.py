@@ -387,3 +387,30 @@ def test_rolling_state_crosses_chunks_and_single_steps(path):
         expected = latent_reference(model, IDS[:done])[-1]
         close(logits, expected, atol=1e-6 * float(expected.abs().max()))
     assert ctx.stats.plans_built == 1
+
+
+@pytest.mark.parametrize("plan", ["off", "recorded"])
+def test_the_embedding_is_scaled_in_float32_and_then_cast(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In bfloat16 the two orders round differently; an odd scale shows it in most features.
+    model = toy(embed_scale=2.7)
+    seen: list[torch.Tensor] = []
+    layer = type(model).decode_apply_layer
+
+    def watching(self, layer_idx, inputs):
+        if layer_idx == 0:
+            seen.append(inputs.h.clone())
+        return layer(self, layer_idx, inputs)
+
+    monkeypatch.setattr(type(model), "decode_apply_layer", watching)
+    cache = new_cache(model, dtype=torch.bfloat16)
+    ctx = InferenceContext(plan=plan)
+    forward_decode_step(model, [5, 9], cache, ctx)
+    rows = model.embed_tokens.weight[[5, 9]]
+    expected, other = (rows * 2.7).to(torch.bfloat16), rows.to(torch.bfloat16) * 2.7
+    assert not torch.equal(expected, other)
+    assert torch.equal(seen[0][0], expected)
+    if plan == "recorded":
+        forward_decode_step(model, [9], cache, ctx)
+        (session,) = ctx.sessions
+        embed = session.plan.program.segments[0]
+        assert torch.equal(embed.recording.run(session.bound.token_ids, *embed.weights)[0, 0], expected[1])
