@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ def _rotate_keys_only() -> None:
     def attend(inputs: Any, q: torch.Tensor, scale: float, **options: Any) -> torch.Tensor:
         return original(inputs, llama.layers.rotate(q, inputs.cos, -inputs.sin), scale, **options)
 
-    llama.layers.attend = attend
+    # The name in this family's module alone: the shared function must stay as it is.
+    llama.layers = SimpleNamespace(**{**vars(llama.layers), "attend": attend})  # type: ignore[assignment]
 
 
 SABOTAGES = [
