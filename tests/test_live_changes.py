@@ -219,3 +219,15 @@ def test_set_layer_refuses_one_buffer_for_two_slots() -> None:
     shared = torch.zeros_like(cache.layer(0)["k"])
     with pytest.raises(GeometryError, match="share one buffer"):
         cache.set_layer(0, {"k": shared, "v": shared})
+
+
+def test_a_weight_restrided_under_the_plan_is_refused_at_the_next_repoint() -> None:
+    model, ctx = toy(), InferenceContext()
+    forward_decode_step(model, [1], new_cache(model), ctx)
+    weight = model.layers[0].q_proj.weight
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))  # same pointer, so no epoch shows it
+    found = forward_decode_step(model, [1], new_cache(model), ctx)
+    assert ctx.stats.replans == {"repoint_refused": 1}
+    assert ctx.stats.plans_built == 2
+    fresh = forward_decode_step(model, [1], new_cache(model), InferenceContext(plan="off"))
+    torch.testing.assert_close(found, fresh, rtol=0, atol=2e-5)

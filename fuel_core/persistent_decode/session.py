@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from fuel_core.decode_shape import Component, Difference, KvAllocId, ShapeKey, explain
+from fuel_core.errors import PlanError
 from fuel_core.kv_cache import KvCache
 from fuel_core.plan_backends import HeldPlan
 from fuel_core.token_data import DecodeTokenData
@@ -102,10 +103,6 @@ class SessionKey:
     shape_key: ShapeKey
     alloc_id: KvAllocId
 
-    def structural(self) -> tuple[object, ...]:
-        """All but the allocation."""
-        return tuple(getattr(self, field.name) for field in fields(self) if field.name != "alloc_id")
-
     def verdict(self, now: SessionKey) -> Verdict:
         """What a session built against this key is to a step that needs ``now``."""
         if self.shape_key != now.shape_key:
@@ -162,6 +159,10 @@ class DecodeSession:
         if not self.plan.repointable:
             return f"plan backend {self.plan.backend!r} has its addresses baked in"
         cache.ensure_storage()
+        try:
+            self.plan.check_weights()
+        except PlanError as error:
+            return str(error)
         refusal = self.plan.repoint([cache.layer(i) for i in range(cache.n_layers)])
         if refusal is None:
             self.key = now

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 __all__ = ["Segment", "SegmentBinding"]
@@ -40,14 +39,3 @@ class SegmentBinding:
 
     tensors: Mapping[str, Tensor]
     mask_variant: int = 0
-
-
-@dataclass(frozen=True)
-class InputMeta:
-    """Dtype, device and shape of one input; the capacity axis is left open."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-    capacity_axis: int | None
