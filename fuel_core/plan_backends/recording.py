@@ -11,6 +11,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor, fx
 
 from fuel_core.errors import RecordingError
+from fuel_core.plan_backends.code_cache import CacheUnusable, CodeCache
+from fuel_core.plan_backends.code_key import shelf_key
 from fuel_core.plan_backends.emit import emit_python
+from fuel_core.plan_backends.graph_text import UnwritableGraph, read_graph
 from fuel_core.plan_backends.probe import ProbeLog, probe
 from fuel_core.plan_backends.segments import HIDDEN, Segment
 
-__all__ = ["Recording", "StepProgram", "record_program", "recordings_made"]
+__all__ = ["Layout", "Recording", "Shelf", "StepProgram", "TensorLayout", "record_program", "recordings_made"]
 
 # Hints of the bound integers and of the capacity while recording: distinct, above every small special case.
 _RECORD_AT = {"cached_len": 91, "attended_len": 92, "window_start": 37}
@@ -36,6 +40,47 @@ _VERIFY_CAPACITY = 11
 _TORCH_DIR = Path(torch.__file__).parent
 
 
+@dataclass(frozen=True)
+class TensorLayout:
+    """What one input of a recording looks like. Bound tensors and state are dense; a weight is as it is stored."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Without ``torch.``"""
+    device: str
+    stride: tuple[int, ...] | None = None
+    """Of a weight; None where the tensor is dense."""
+    capacity_axis: int | None = None
+    """The axis whose size is the KV capacity and may be any; ``shape`` has 0 there."""
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor, capacity_axis: int | None = None, *, strided: bool = False) -> TensorLayout:
+        shape = tuple(0 if axis == capacity_axis else size for axis, size in enumerate(tensor.shape))
+        dtype, stride = str(tensor.dtype).removeprefix("torch."), tensor.stride() if strided else None
+        return cls(name, shape, dtype, str(tensor.device), stride, capacity_axis)
+
+    def refusal(self, tensor: Tensor) -> str | None:
+        """Why code made for this input must not be given ``tensor``; None where it may."""
+        found = TensorLayout.of(self.name, tensor, self.capacity_axis, strided=self.stride is not None)
+        if found != self:
+            return f"{self.name}: expected {self}, found {found}"
+        if self.stride is None and not tensor.is_contiguous():
+            return f"{self.name}: expected a dense tensor, found strides {tensor.stride()}"
+        # Code reads whole elements; more than that (mapped files align to 8 bytes at best) it does not rely on.
+        if tensor.data_ptr() % tensor.element_size():
+            return f"{self.name}: expected data aligned to its elements, found address {tensor.data_ptr():#x}"
+        return None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a recording's inputs look like: bound tensors and state in its order, then weights in theirs."""
+
+    tensors: tuple[TensorLayout, ...]
+    weights: tuple[TensorLayout, ...]
+
+
 class Recording:
     """One recorded segment: a graph whose placeholders are the inputs, the symbols and the weights, in that order.
 
@@ -43,11 +88,22 @@ class Recording:
     when that list does, which is how a held plan notices that it is no longer what was built.
     """
 
-    def __init__(self, graph_module: fx.GraphModule, tensors: Sequence[str], symbols: Sequence[str], n_weights: int):
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        tensors: Sequence[str],
+        symbols: Sequence[str],
+        n_weights: int,
+        layout: Layout | None = None,
+    ):
         self.graph_module = graph_module
         self.tensors = tuple(tensors)
         self.symbols = tuple(symbols)
         self.n_weights = n_weights
+        self.layout = layout
+        self.shelf_keys: dict[str, str] = {}
+        self.rebinds = 0
+        """Steps that plans built on this have served while code for it was missing."""
         self._refresh()
         self._traced = self.fingerprint
 
@@ -64,6 +120,7 @@ class Recording:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         names = (*self.tensors, *self.symbols)
         self.reads = frozenset(name for name, node in zip(names, placeholders, strict=False) if node.users)
+        self.used_weights = tuple(i for i, node in enumerate(placeholders[len(names) :]) if node.users)
         self.run: Callable[..., Tensor] = emit_python(self.graph_module)
 
     def users_of(self, name: str) -> tuple[str, ...]:
@@ -94,6 +151,32 @@ class ProgramSegment:
     name: str
     recording: Recording
     weights: tuple[Tensor, ...]
+    shelf_key: str | None = None
+    """Names the stored form of this recording for this model; None where none may be stored."""
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """Where recordings of one model are looked up on disk before they are traced."""
+
+    cache: CodeCache
+    identity: str
+    """What the recordings depend on besides what a probe shows (``shelf_identity``)."""
+
+    def find(self, key: str, segment: Segment, n_weights: int, layout: Layout) -> Recording | None:
+        """The stored recording, if there is one that fits; never an error, because it can always be traced."""
+        try:
+            entry = self.cache.find(key)
+            if entry is None:
+                return None
+            about = entry.about
+            if [about["tensors"], about["symbols"]] != [list(segment.tensors), list(segment.symbols)]:
+                return None
+            module = read_graph(about["graph"])
+            recording = Recording(module, segment.tensors, segment.symbols, n_weights, layout)
+            return recording if recording.fingerprint == about["fingerprint"] else None
+        except (CacheUnusable, UnwritableGraph, KeyError):
+            return None
 
 
 @dataclass(frozen=True)
@@ -113,6 +196,19 @@ class StepProgram:
     def reads(self) -> frozenset[str]:
         """Names of the bound inputs that any segment reads."""
         return frozenset().union(*(segment.recording.reads for segment in self.segments))
+
+    @cached_property
+    def compilable(self) -> tuple[ProgramSegment, ...]:
+        """One segment for each distinct recording that native code gains on: the layers of the symbol path.
+
+        Embedding and head are one or two torch calls, bound by memory: code of their own would cost a build each and
+        gain nothing.
+        """
+        distinct: dict[int, ProgramSegment] = {}
+        for segment in self.segments:
+            if segment.recording.symbols:
+                distinct.setdefault(id(segment.recording), segment)
+        return tuple(distinct.values())
 
 
 @dataclass
@@ -135,11 +231,13 @@ def record_program(
     examples: Sequence[Mapping[str, Tensor]],
     owned: Sequence[Tensor],
     family: str,
+    shelf: Shelf | None = None,
 ) -> StepProgram:
     """Record a step. Segments that do the same share one recording, across models too.
 
     examples: for each segment, tensors with the right shape, dtype and device but the capacity (their values are not
-    read). owned: the model's parameters and buffers. Raises RecordingError naming the family and the segment.
+    read). owned: the model's parameters and buffers. shelf: where stored recordings may be taken from instead of
+    tracing; they are run beside the segment like new ones. Raises RecordingError naming the family and the segment.
     """
     by_id = {id(tensor): tensor for tensor in owned}
     before = _shared.made
@@ -170,13 +268,31 @@ def record_program(
             key = (torch.__version__, segment.tensors, segment.symbols, metas, log.ops, other.ops)
             hidden = log.output
             recording = _shared.by_log.get(key)
+            stored_as = None
+            if shelf is not None:
+                # Thirty layers of one structure have one log; writing it out for its name is what costs.
+                known = None if recording is None else recording.shelf_keys.get(shelf.identity)
+                stored_as = known or shelf_key(shelf.identity, key)
             if recording is None or not recording.as_traced:
-                recording = _record(segment, scratch, log, where)
+                layout = _layout(segment, scratch, log)
+                recording = None
+                if shelf is not None and stored_as is not None:
+                    recording = shelf.find(stored_as, segment, len(log.weights), layout)
+                if recording is None:
+                    recording = _record(segment, scratch, log, where)
+                    recording.layout = layout
+                    _shared.made += 1
                 _verify(segment, recording, scratch, log, where)
                 _shared.by_log[key] = recording
-                _shared.made += 1
-            program.append(ProgramSegment(segment.name, recording, log.weights))
+            if shelf is not None and stored_as is not None:
+                recording.shelf_keys[shelf.identity] = stored_as
+            program.append(ProgramSegment(segment.name, recording, log.weights, stored_as))
     return StepProgram(tuple(program), _shared.made - before)
+
+
+def _layout(segment: Segment, scratch: Mapping[str, Tensor], log: ProbeLog) -> Layout:
+    tensors = tuple(TensorLayout.of(n, scratch[n], segment.capacity_axis.get(n)) for n in segment.tensors)
+    return Layout(tensors, tuple(TensorLayout.of(f"weight_{i}", w, strided=True) for i, w in enumerate(log.weights)))
 
 
 def _metas(segment: Segment, tensors: Mapping[str, Tensor]) -> Hashable:
