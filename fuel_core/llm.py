@@ -40,7 +40,7 @@ from fuel_core.generation import (
     check_max_new_tokens,
 )
 from fuel_core.kv_cache import KvCache
-from fuel_core.persistent_decode import InferenceContext
+from fuel_core.persistent_decode import COMPILE_AFTER, InferenceContext, compile_step
 from fuel_core.text import IncrementalDetokenizer, Tokenizer, load_tokenizer
 from fuel_core.text.chat_template import check_messages
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
     from fuel_core.checkpoint import Checkpoint, TokenizerSource
     from fuel_core.persistent_decode import DecodeStats
+    from fuel_core.plan_backends import BuiltCode
 
 __all__ = [
     "AsyncTextStream",
@@ -522,6 +523,9 @@ class LanguageModel:
         self.plan = plan
         self.max_seq_len = max_seq_len
         self.prefill_chunk = prefill_chunk
+        self.compile_after = COMPILE_AFTER
+        """Under plan "auto": decode steps before native code is made in the background, 0 for at once. Read when a
+        thread makes its first request."""
         self._tokenizer = tokenizer
         self._tokenizer_error: str | None = None
         self._stop_ids: frozenset[int] = frozenset()
@@ -549,6 +553,16 @@ class LanguageModel:
         return f"LanguageModel({self.backbone.decode_family()}{where}, dtype={self.dtype}, device={self.device})"
 
     # -- facts -------------------------------------------------------------------------------------------
+
+    def compile(self) -> list[BuiltCode]:
+        """Make the native code that `plan="auto"` and "compiled" use for this model, and wait for it.
+
+        Says for each distinct layer what became of it; what was refused before is tried again. Code on disk is not made
+        twice. Raises GenerationError on a closed model and BackendUnavailableError on another device than a CPU.
+        """
+        if self.device.type != "cpu":
+            raise BackendUnavailableError(f"compile: device cpu expected, found {self.device}; load with device='cpu'")
+        return compile_step(self.backbone, self.dtype, again=True)
 
     @property
     def backbone(self) -> DecodeBackbone:
@@ -1009,7 +1023,7 @@ class LanguageModel:
 
     def _new_slot(self) -> _Slot:
         self._check_open()
-        slot = _Slot(InferenceContext(self.device, plan=self.plan))
+        slot = _Slot(InferenceContext(self.device, plan=self.plan, compile_after=self.compile_after))
         self._slots.add(slot)
         return slot
 

@@ -120,6 +120,8 @@ class Generation:
         self._logits: tuple[int, Tensor] | None = None
         self._prompt_logits: Tensor | None = None
         self._snapshot: KvCache | None = None
+        # Of the first decode step. Another one rounds differently, and a seed would mean something else with it.
+        self._backend: str | None = None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -222,7 +224,18 @@ class Generation:
                 f"generation: the cache held {len(self._ids) - 1} positions after the last step and holds "
                 f"{self.cache.cached_len} now; give every running generation a cache of its own"
             )
-        return forward_decode_step(self.backbone, self._ids[-1:], self.cache, self.ctx)
+        return self._forward(self._ids[-1:])
+
+    def _forward(self, ids: list[int]) -> Tensor:
+        """Run `ids`; a single one is a decode step and stays on the plan backend that the first one found."""
+        if len(ids) > 1:
+            return forward_decode_step(self.backbone, ids, self.cache, self.ctx)
+        if self._backend is None:
+            self.ctx.refresh_backend()
+        logits = forward_decode_step(self.backbone, ids, self.cache, self.ctx, keep_backend=self._backend)
+        if self._backend is None:
+            self._backend = self.ctx.backend_of(self.backbone.decode_shape_key(), self.cache.dtype)
+        return logits
 
     def _catch_up(self) -> Tensor:
         """Logits after all ids: rewind the cache to what it shares with them, and run the others in chunks."""
@@ -232,7 +245,7 @@ class Generation:
             self.cached_tokens, self._started = done, True
         logits: Tensor | None = None
         for size in prefill_chunks(total - done, self.prefill_chunk):
-            logits = forward_decode_step(self.backbone, self._ids[done : done + size], self.cache, self.ctx)
+            logits = self._forward(self._ids[done : done + size])
             done += size
             if self.on_progress is not None and total == self._prompt_len:
                 self.on_progress(done, total)

@@ -1,7 +1,7 @@
 """Plan once, rebind per token: build (the one body), session, driver (rebind), entry points, context."""
 
-from fuel_core.persistent_decode.build import DataConsts, build_decode_graph
-from fuel_core.persistent_decode.context import DecodeStats, InferenceContext, PlanEvent
+from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, compile_step
+from fuel_core.persistent_decode.context import COMPILE_AFTER, DecodeStats, InferenceContext, PlanEvent
 from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
 from fuel_core.persistent_decode.entry import (
     drop_decode_session,
@@ -13,6 +13,7 @@ from fuel_core.persistent_decode.entry import (
 from fuel_core.persistent_decode.session import DecodeSession, Disposition, Reason, SessionKey, SessionSlot, Validity
 
 __all__ = [
+    "COMPILE_AFTER",
     "DataConsts",
     "DecodeSession",
     "DecodeStats",
@@ -24,6 +25,7 @@ __all__ = [
     "SessionSlot",
     "Validity",
     "build_decode_graph",
+    "compile_step",
     "drop_decode_session",
     "forward_decode_step",
     "forward_with_kv_context",

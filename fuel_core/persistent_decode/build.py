@@ -8,21 +8,43 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from fuel_core.backbone import DecodeBackbone, PersistentDecodeModel
-from fuel_core.errors import GeometryError
+from fuel_core.decode_shape import Difference
+from fuel_core.errors import GeometryError, PlanError
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode.context import InferenceContext
-from fuel_core.persistent_decode.session import DecodeSession, SessionKey
-from fuel_core.plan_backends import HIDDEN, HeldPlan, Segment, SegmentBinding, StepProgram, record_program
+from fuel_core.persistent_decode.session import DecodeSession, Disposition, Reason, SessionKey
+from fuel_core.plan_backends import (
+    HIDDEN,
+    LIBRARY,
+    BuiltCode,
+    CodeCache,
+    CompiledPlan,
+    HeldPlan,
+    Segment,
+    SegmentBinding,
+    Shelf,
+    StepProgram,
+    record_program,
+    shelf_identity,
+)
 from fuel_core.token_data import DecodeLayerInputs, DecodeTokenData
 
-__all__ = ["DataConsts", "build_decode_graph", "check_step", "decode_segments", "session_key"]
+__all__ = [
+    "DataConsts",
+    "build_decode_graph",
+    "check_step",
+    "choose_backend",
+    "compile_step",
+    "decode_segments",
+    "session_key",
+]
 
 # What a step computes in is the cache's dtype; products, masks and casts exist for these.
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,8 +100,14 @@ def _check_weights(model: DecodeBackbone, cache: KvCache, entry: str) -> None:
     )
 
 
-def session_key(model: PersistentDecodeModel, cache: KvCache, ctx: InferenceContext) -> SessionKey:
-    """The key that a held plan must match to serve the next single-token step."""
+def session_key(
+    model: PersistentDecodeModel, cache: KvCache, ctx: InferenceContext, backend: str | None = None
+) -> SessionKey:
+    """The key that a held plan must match to serve the next single-token step.
+
+    backend: the one to serve it on; without it, the one that the context has chosen for the model.
+    """
+    shape_key = model.decode_shape_key()
     return SessionKey(
         seq=1,
         max_seq_len=cache.max_seq_len,
@@ -87,8 +115,8 @@ def session_key(model: PersistentDecodeModel, cache: KvCache, ctx: InferenceCont
         cache_dtype=cache.dtype,
         device=cache.device,
         offset_path=ctx.offset_path,
-        backend=ctx.backend,
-        shape_key=model.decode_shape_key(),
+        backend=backend or ctx.backend_of(shape_key, cache.dtype),
+        shape_key=shape_key,
         alloc_id=cache.alloc_id,
     )
 
@@ -229,10 +257,12 @@ def build_decode_graph(
     ctx: InferenceContext,
     *,
     all_positions: bool = False,
+    backend: str | None = None,
 ) -> BuiltStep:
     """Run one step (BAKED), or build a plan for single-token steps and run it once (REBINDABLE).
 
-    The cache is not advanced here. Raises what ``check_step`` raises, RecordingError when the step cannot be recorded.
+    backend: the one to build on, as ``session_key`` takes it; where code cannot be attached, the plan is recorded. The
+    cache is not advanced here. Raises what ``check_step`` raises, RecordingError when the step cannot be recorded.
     """
     check_step(model, len(token_ids), cache, ctx, mode.value)
     _check_weights(model, cache, mode.value)
@@ -247,9 +277,73 @@ def build_decode_graph(
     if not held:
         return BuiltStep(run_segments(segments, bindings, data), None)
     program = _program(model, segments, bindings, cache, ctx)
-    plan = HeldPlan(program, segments, bindings)
-    session = DecodeSession(session_key(model, cache, ctx), plan, data, cache)
+    key = session_key(model, cache, ctx, backend)
+    plan: HeldPlan | None = _compiled_plan(program, segments, bindings) if key.backend == "compiled" else None
+    if plan is None:
+        if key.backend == "compiled":
+            ctx.choose_backend(key.shape_key, cache.dtype, "recorded")
+            ctx.record(Disposition.ABSENT, Reason.NO_CODE, Difference("backend", "compiled", "recorded"))
+            key = replace(key, backend="recorded")
+        plan = HeldPlan(program, segments, bindings)
+    session = DecodeSession(key, plan, data, cache)
     return BuiltStep(plan.run(data.symbols), session)
+
+
+def _compiled_plan(
+    program: StepProgram, segments: Sequence[Segment], bindings: Sequence[SegmentBinding]
+) -> CompiledPlan | None:
+    codes = LIBRARY.codes(program)
+    if not codes:
+        return None
+    try:
+        return CompiledPlan(program, segments, bindings, codes)
+    except PlanError as error:
+        LIBRARY.warn(str(error))
+        return None
+
+
+def choose_backend(
+    model: DecodeBackbone, cache: KvCache, ctx: InferenceContext, keep: str | None = None
+) -> tuple[str, Difference | None]:
+    """The backend for the next single-token step, and the move where it is one to a faster backend.
+
+    keep: the backend that the sequence began on; one that began recorded stays so. Under ``compiled`` what is missing
+    is built now, under ``auto`` code is used where there is some and never waited for.
+    """
+    if not ctx.may_compile:
+        return ctx.backend, None
+    shape_key, moved = model.decode_shape_key(), None
+    if not ctx.is_chosen(shape_key, cache.dtype):
+        program = _step_program(model, cache, ctx)
+        if ctx.plan == "compiled":
+            LIBRARY.build(program)
+        usable = bool(LIBRARY.codes(program))
+        moved = ctx.choose_backend(shape_key, cache.dtype, "compiled" if usable else "recorded")
+        if ctx.plan == "compiled" and not usable:
+            ctx.record(Disposition.ABSENT, Reason.NO_CODE, Difference("backend", "compiled", "recorded"))
+    return ("recorded" if keep == "recorded" else ctx.backend_of(shape_key, cache.dtype)), moved
+
+
+def compile_step(model: DecodeBackbone, dtype: torch.dtype, *, again: bool = False) -> list[BuiltCode]:
+    """Make the native code of single-token steps on caches of ``dtype``, and wait for it; says what became of each.
+
+    again: also what was refused before. Raises RecordingError when the step cannot be recorded.
+    """
+    ctx = InferenceContext("cpu", plan="auto", offset_path="symbol")
+    cache = KvCache.with_capacity(model.layer_state_specs(), max_seq_len=2, dtype=dtype)
+    check_step(model, 1, cache, ctx, "compile_step")
+    with torch.inference_mode(False), torch.no_grad():
+        return LIBRARY.build(_step_program(model, cache, ctx), again=again)
+
+
+def _step_program(model: DecodeBackbone, cache: KvCache, ctx: InferenceContext) -> StepProgram:
+    """The recorded single-token step, taken without running one."""
+    _check_weights(model, cache, DataConsts.REBINDABLE.value)
+    cache.ensure_storage()
+    device_offset = ctx.offset_path == "device"
+    data = model.build_decode_token_data([0], cache, device_offset=device_offset, mask_columns=cache.max_seq_len)
+    segments = decode_segments(model, cache.dtype, device_offset=device_offset, all_positions=False)
+    return _program(model, segments, bind_segments(model, segments, data, cache), cache, ctx)
 
 
 def _program(
@@ -265,7 +359,8 @@ def _program(
     if program is None:
         owned = [*model.parameters(), *model.buffers()]
         examples = [binding.tensors for binding in bindings]
-        program = record_program(segments, examples, owned, model.decode_family())
+        shelf = Shelf(CodeCache.of_this_user(), shelf_identity(model, memo[1].components)) if ctx.may_compile else None
+        program = record_program(segments, examples, owned, model.decode_family(), shelf)
         ctx.stats.recordings += program.recorded_now
         model._programs[memo] = program
     return program

@@ -16,15 +16,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fuel_core.decode_shape import Component, Difference
+from fuel_core.decode_shape import Component, Difference, ShapeKey
 from fuel_core.errors import BackendUnavailableError
 from fuel_core.persistent_decode.session import DecodeSession, Disposition, Reason, SessionKey, SessionSlot, Validity
-from fuel_core.plan_backends import resolve_backend
+from fuel_core.plan_backends import LIBRARY, resolve_backend
 
-__all__ = ["DecodeStats", "InferenceContext", "PlanEvent"]
+__all__ = ["COMPILE_AFTER", "DecodeStats", "InferenceContext", "PlanEvent"]
 
 OFFSET_PATHS = ("auto", "device", "symbol")
 _EVENTS_KEPT = 64
+_CHOICES_KEPT = 64
+
+COMPILE_AFTER = 64
+"""Steps that a structure is served without native code before some is made for it in the background."""
 
 log = logging.getLogger("fuel.plan")
 
@@ -101,8 +105,12 @@ class InferenceContext:
 
     offset_path: ``symbol`` (attention reads the live prefix), ``device`` (the write position is a tensor and attention
     covers the capacity), ``auto`` (symbol on a CPU, device elsewhere). plan: ``auto``, ``off`` or a backend name.
-    max_sessions: how many held plans are kept, least recently used dropped first.
+    max_sessions: how many held plans are kept, least recently used dropped first. compile_after: under ``auto``, how
+    many steps a structure is served before native code is made for it in the background (0: at once).
     Raises BackendUnavailableError for words or devices that do not exist here.
+
+    Which backend serves a model is chosen at its first single-token step, and again only after ``refresh_backend()``,
+    which a generation calls when it begins: no sequence of steps changes its backend on its own.
     """
 
     def __init__(
@@ -112,6 +120,7 @@ class InferenceContext:
         offset_path: str = "auto",
         plan: str = "auto",
         max_sessions: int = 4,
+        compile_after: int = COMPILE_AFTER,
     ) -> None:
         try:
             self.device = torch.empty(0, device=device).device
@@ -130,14 +139,81 @@ class InferenceContext:
         if max_sessions < 1:
             raise BackendUnavailableError(f"max_sessions: at least 1 expected, found {max_sessions}")
         self.offset_path = offset_path if offset_path != "auto" else "symbol" if self.device.type == "cpu" else "device"
+        self.plan = plan
         self.backend = resolve_backend(plan, self.device)
         self.max_sessions = max_sessions
+        self.compile_after = compile_after
         self.stats = DecodeStats(plan_backend=self.backend)
         self.plan_events: deque[PlanEvent] = deque(maxlen=_EVENTS_KEPT)
         self.explain_plan = "plan" in os.environ.get("FUEL_LOG", "").split(",")
         self.step = 0
         self.lock = threading.RLock()
         self._sessions: list[SessionSlot] = []
+        self._chosen: dict[tuple[ShapeKey, torch.dtype], str] = {}
+        # What was chosen before refresh_backend(), so that a move can be told from a beginning.
+        self._chosen_before: dict[tuple[ShapeKey, torch.dtype], str] = {}
+        if self.backend == "compiled" and self.offset_path != "symbol":
+            # Lengths that only the device knows leave code nothing to gain over the same kernels recorded.
+            self.backend = self.stats.plan_backend = "recorded"
+            LIBRARY.warn("plan 'compiled' serves the symbol offset path; on the device-offset path steps stay recorded")
+            self.record(Disposition.ABSENT, Reason.NO_CODE, Difference("offset_path", "symbol", self.offset_path))
+
+    # -- backend ------------------------------------------------------------------------------------
+
+    @property
+    def may_compile(self) -> bool:
+        """Whether native code can serve steps of this context at all."""
+        return self.plan in ("auto", "compiled") and self.device.type == "cpu" and self.offset_path == "symbol"
+
+    def backend_of(self, shape_key: ShapeKey, dtype: torch.dtype) -> str:
+        """The backend that serves this model on caches of ``dtype``: as chosen, or as the context began."""
+        return self._chosen.get((shape_key, dtype), self.backend)
+
+    def is_chosen(self, shape_key: ShapeKey, dtype: torch.dtype) -> bool:
+        return (shape_key, dtype) in self._chosen
+
+    def choose_backend(self, shape_key: ShapeKey, dtype: torch.dtype, backend: str) -> Difference | None:
+        """Serve this model on ``backend`` from now on; returns the move where it is one to a faster backend.
+
+        A move is counted, and the sessions it leaves behind are dropped.
+        """
+        choice = (shape_key, dtype)
+        before = self._chosen.get(choice, self._chosen_before.pop(choice, None))
+        while len(self._chosen) >= _CHOICES_KEPT:
+            del self._chosen[next(iter(self._chosen))]
+        self._chosen[choice] = backend
+        if before == "recorded" and backend == "compiled":
+            moved = Difference("backend", before, backend)
+            self.stats.handovers += 1
+            for slot in list(self._sessions):
+                key = None if slot.session is None else slot.session.key
+                if key is not None and (key.shape_key, key.cache_dtype, key.backend) == (*choice, before):
+                    slot.session = None
+                    self._sessions.remove(slot)
+                    self.record(Disposition.DROPPED, Reason.HANDOVER, moved)
+            return moved
+        return None
+
+    def forget_backend(self, shape_key: ShapeKey) -> None:
+        """Choose this model's backend anew at its next single-token step."""
+        for choice in [choice for choice in self._chosen if choice[0] == shape_key]:
+            del self._chosen[choice]
+
+    def refresh_backend(self) -> None:
+        """Let models move to a faster backend at their next single-token step, if there is one by now.
+
+        A `Generation` calls this when it begins and stays where it began; whoever calls `forward_decode_step` in a
+        loop of their own calls it between sequences. Costs one look at the disk for each model that is used after it.
+        """
+        if not self.may_compile:
+            return
+        with self.lock:
+            LIBRARY.poll()
+            if self.plan == "auto":
+                self._chosen_before |= self._chosen
+                self._chosen = {choice: name for choice, name in self._chosen.items() if name == "compiled"}
+                while len(self._chosen_before) > _CHOICES_KEPT:
+                    del self._chosen_before[next(iter(self._chosen_before))]
 
     # -- held sessions ------------------------------------------------------------------------------
 
@@ -203,6 +279,7 @@ class InferenceContext:
         """
         held = [(slot, slot.session) for slot in self._sessions]
         events, replans, rebound = self.plan_events.copy(), dict(self.stats.replans), self.stats.rebound_kv
+        chosen, before, handovers = dict(self._chosen), dict(self._chosen_before), self.stats.handovers
 
         def restore() -> None:
             for slot, session in held:
@@ -212,6 +289,7 @@ class InferenceContext:
                 self.plan_events.clear()
                 self.plan_events.extend(events)
                 self.stats.replans = replans
+                self._chosen, self._chosen_before, self.stats.handovers = chosen, before, handovers
 
         return restore
 

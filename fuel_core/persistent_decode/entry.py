@@ -17,10 +17,11 @@ from fuel_core.backbone import DecodeBackbone
 from fuel_core.decode_shape import Difference
 from fuel_core.errors import DecodeError, TopologyChanged
 from fuel_core.kv_cache import KvCache
-from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, check_step, session_key
+from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, check_step, choose_backend, session_key
 from fuel_core.persistent_decode.context import InferenceContext
 from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
-from fuel_core.persistent_decode.session import Disposition, Reason, SessionKey, SessionSlot, Validity, reason_for
+from fuel_core.persistent_decode.session import Disposition, Reason, SessionKey, SessionSlot, Validity, reason_of
+from fuel_core.plan_backends import LIBRARY
 
 __all__ = [
     "drop_decode_session",
@@ -139,7 +140,7 @@ def refresh_decode_session(
     if on_invalidate is not None:
         on_invalidate()
     assert verdict.difference is not None
-    reason = reason_for(verdict.difference.component)
+    reason = reason_of(verdict.difference)
     difference: Difference | None = verdict.difference
     if verdict.validity is Validity.ALLOCATION_CHANGED:
         refusal = session.rebind_kv(cache, now)
@@ -182,15 +183,21 @@ def _persistent(
             ctx.record(Disposition.DROPPED, Reason.TOPOLOGY_CHANGED)
             ctx.count_replan(Reason.TOPOLOGY_CHANGED)
             model._programs.clear()
+            ctx.forget_backend(now.shape_key)
             return _fresh(model, ids, cache, ctx)
         ctx.stats.rebinds += 1
+        if now.backend == "recorded" and ctx.plan == "auto" and ctx.may_compile:
+            assert slot.session is not None
+            LIBRARY.served(slot.session.plan.program, ctx.compile_after)
         return logits[0, -1]
-    built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx)
+    built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx, backend=now.backend)
     cache.advance(ids, model.content_version())
     slot.session = built.session
+    assert built.session is not None
+    ctx.stats.plan_backend = built.session.key.backend
     ctx.stats.plans_built += 1
     if disposition is Disposition.ABSENT:  # not before: a build that failed replaced nothing
-        reason = Reason.FIRST_STEP if nearest is None else reason_for(nearest.component)
+        reason = Reason.FIRST_STEP if nearest is None else reason_of(nearest)
         ctx.record(Disposition.ABSENT, reason, nearest)
         if nearest is not None:
             ctx.count_replan(reason)
@@ -223,17 +230,24 @@ def forward_with_kv_context_persistent(
             ctx.record(Disposition.KEPT if slot.session else Disposition.ABSENT, fresh)
             return logits
         check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
-        return _persistent(model, ids, cache, ctx, slot, None)
+        backend, _ = choose_backend(model, cache, ctx)
+        return _persistent(model, ids, cache, ctx, slot, None, session_key(model, cache, ctx, backend))
 
 
 def forward_decode_step(
-    model: DecodeBackbone, token_ids: Sequence[int] | Tensor, cache: KvCache, ctx: InferenceContext
+    model: DecodeBackbone,
+    token_ids: Sequence[int] | Tensor,
+    cache: KvCache,
+    ctx: InferenceContext,
+    *,
+    keep_backend: str | None = None,
 ) -> Tensor:
     """A step through the sessions the context holds: the natural call, and the fast one.
 
     token_ids: list or int64 tensor ``[T]``. One token runs on a held plan (built on the first), several execute fresh
-    and keep what is held. Returns float32 logits ``[vocab]``, the caller's own. Raises DecodeError and below; cache,
-    context and sessions are as before then.
+    and keep what is held. keep_backend: the backend a sequence began on, where it must stay there although the context
+    has moved on (a `Generation` does). Returns float32 logits ``[vocab]``, the caller's own. Raises DecodeError and
+    below; cache, context and sessions are as before then.
     """
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids)):
@@ -243,8 +257,9 @@ def forward_decode_step(
             ctx.record(Disposition.KEPT if ctx.sessions else Disposition.ABSENT, fresh)
             return logits
         check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
-        now = session_key(model, cache, ctx)
-        moved = ctx.drop_stale_epochs(now)
+        backend, handover = choose_backend(model, cache, ctx, keep_backend)
+        now = session_key(model, cache, ctx, backend)
+        moved = ctx.drop_stale_epochs(now) or handover
         slot, nearest = ctx.take_slot(now)
         try:
             return _persistent(model, ids, cache, ctx, slot, moved or nearest, now)

@@ -52,6 +52,8 @@ class Reason(enum.Enum):
     DEVICE = "device"
     OFFSET_PATH = "offset_path"
     BACKEND = "backend"
+    HANDOVER = "handover"
+    NO_CODE = "no_code"
     INSTANCE = "instance"
     WEIGHTS_EPOCH = "weights_epoch"
     MASK_STRUCTURE = "mask_structure"
@@ -79,6 +81,13 @@ _REASON_OF = {
 def reason_for(component: str) -> Reason:
     """The reason that a differing key component stands for."""
     return _REASON_OF.get(component, Reason.STRUCTURE)
+
+
+def reason_of(difference: Difference) -> Reason:
+    """The reason that a difference stands for: as ``reason_for``, but a move to native code has a name of its own."""
+    if (difference.component, difference.was, difference.now) == ("backend", "recorded", "compiled"):
+        return Reason.HANDOVER
+    return reason_for(difference.component)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ def _cpu() -> str:
 def _sources() -> str:
     """Hash of what records, rewrites and lowers a step, so that code from an older checkout is never taken over."""
     digest = hashlib.sha256()
-    for path in sorted([*_HERE.glob("*.py"), *(_CORE / "layers").glob("*.py"), _CORE / "persistent_decode" / "build.py"]):
+    paths = [*_HERE.glob("*.py"), *(_CORE / "layers").glob("*.py"), _CORE / "persistent_decode" / "build.py"]
+    for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -112,13 +113,10 @@ def shelf_key(identity: str, probed: Hashable) -> str:
 
 def _modules_of(model: object) -> list[Any]:
     """Modules of the packages that the model's class and bases come from, as far as they are imported."""
-    names = {cls.__module__ for cls in type(model).__mro__ if cls.__module__.partition(".")[0] not in ("torch", "builtins")}
-    tops = {name.partition(".")[0] for name in names} - {"fuel_core"}
-    return [
-        module
-        for name, module in list(sys.modules.items())
-        if name in names or name.partition(".")[0] in tops and name.partition(".")[0] not in sys.stdlib_module_names
-    ]
+    names = {cls.__module__ for cls in type(model).__mro__}
+    tops = {name.partition(".")[0] for name in names} - {"fuel_core", "torch", *sys.stdlib_module_names}
+    loaded = list(sys.modules.items())
+    return [module for name, module in loaded if name in names or name.partition(".")[0] in tops]
 
 
 def _file_of(module: Any) -> str | None:

@@ -24,7 +24,7 @@ from fuel_core.plan_backends.code_key import INDUCTOR_OPTIONS
 from fuel_core.plan_backends.recording import Recording, TensorLayout
 from fuel_core.plan_backends.rewrites import REWRITES, Rewrite
 
-__all__ = ["BOUNDS", "LoweringError", "Signature", "carrier", "load", "lower", "worst_error"]
+__all__ = ["BOUNDS", "CASES", "SPOT_CHECKS", "LoweringError", "Signature", "carrier", "load", "lower", "worst_error"]
 
 # Length of the difference over the length of what the recording gives, worst of output and state over all cases.
 # Genuine, SmolLM2 and the toys: 1.4e-6 in float32, 4e-3 in bfloat16, 6e-4 in float16. A window start, a read length
@@ -33,7 +33,8 @@ BOUNDS = {"float32": 5e-5, "bfloat16": 1.5e-2, "float16": 3e-3}
 
 # Where code and recording are compared: (capacity, cached_len, window_start). The corners are here because code is
 # generated for lengths of two and more, and 0 and 1 are where that could show.
-CASES = (
+Case = tuple[int, int, int]
+CASES: tuple[Case, ...] = (
     (7, 0, 0),
     (7, 1, 0),
     (7, 1, 1),
@@ -47,6 +48,8 @@ CASES = (
     (256, 255, 1),
     (256, 255, 253),
 )
+# Of these, what is enough for code that passed all of them when it was made.
+SPOT_CHECKS: tuple[Case, ...] = ((7, 0, 0), (7, 6, 4), (256, 255, 253))
 _EXAMPLE_CAPACITY = 257
 _EXAMPLE = {"cached_len": 91, "attended_len": 92, "window_start": 37}
 
@@ -91,7 +94,7 @@ class Signature:
 
 def load(folder: Path) -> Run:
     """Load code that ``lower`` made. The caller has checked its hash: what is loaded is executed."""
-    loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, 1, -1)  # type: ignore[attr-defined]
+    loader = torch._C._aoti.AOTIModelPackageLoader(str(folder), "model", False, 1, -1)
     run: Run = loader.run
     return run
 
@@ -185,15 +188,17 @@ def _export(recording: Recording, module: fx.GraphModule) -> Any:
 # -- comparison --------------------------------------------------------------------------------------------------------
 
 
-def worst_error(run: Run, recording: Recording, weights: Sequence[Tensor] | None = None) -> float:
-    """Run code beside its recording at every length of CASES; the worst relative error of output and state.
+def worst_error(
+    run: Run, recording: Recording, weights: Sequence[Tensor] | None = None, cases: Sequence[Case] = CASES
+) -> float:
+    """Run code beside its recording at every length of ``cases``; the worst relative error of output and state.
 
     weights: the ones to run on; without them synthetic ones, at addresses aligned to no more than an element. NaN when
     one side gives what is no number and the other does not.
     """
     signature, worst = Signature.of(recording), 0.0
     synthetic = _synthetic(recording, 1)[1] if weights is None else weights
-    for capacity, cached_len, window_start in CASES:
+    for capacity, cached_len, window_start in cases:
         theirs = _synthetic(recording, capacity, seed=cached_len + window_start)[0]
         ours = {name: tensor.clone() for name, tensor in theirs.items()}
         lengths = {"cached_len": cached_len, "attended_len": cached_len + 1, "window_start": window_start}

@@ -101,6 +101,11 @@ def _unread_product(args: tuple[Any, ...]) -> Tensor | None:
 
 
 class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Skipping means importing the compiler (a second and more), and nothing here is ever compiled.
+        return False
+
     def __init__(self, inputs: Mapping[str, Tensor], owned: Mapping[int, Tensor], where: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.where = where

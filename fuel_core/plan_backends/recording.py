@@ -104,6 +104,8 @@ class Recording:
         self.shelf_keys: dict[str, str] = {}
         self.rebinds = 0
         """Steps that plans built on this have served while code for it was missing."""
+        self.asked = False
+        """Whether that code was asked for."""
         self._refresh()
         self._traced = self.fingerprint
 
