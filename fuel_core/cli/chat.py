@@ -100,6 +100,8 @@ def chat(
         family=family,
         threads=threads,
     )
+    # A conversation is long enough for native code to pay, and what this one begins serves the next as well.
+    llm.compile_after = 0
     if message is None:
         from fuel_core.cli.repl import converse
 

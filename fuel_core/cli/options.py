@@ -61,7 +61,9 @@ MaxSeqLen = Annotated[
     int | None,
     typer.Option("--max-seq-len", min=1, help="Positions of the KV cache.", show_default="grows up to the model's"),
 ]
-Plan = Annotated[str, typer.Option("--plan", help="Which plan to hold: auto, recorded, or off (every step fresh).")]
+Plan = Annotated[
+    str, typer.Option("--plan", help="Which plan to hold: auto, recorded, compiled, or off (every step fresh).")
+]
 Seed = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of sampling, 0..2**64-1; greedy decoding draws nothing.", show_default="fresh"),

@@ -113,6 +113,7 @@ def plan_text(stats: DecodeStats) -> str:
     return (
         f"plan {stats.plan_backend}: built {stats.plans_built}, rebinds {stats.rebinds}, "
         f"re-pointed {stats.rebound_kv}, replans {replans}, fresh steps {stats.fresh_steps}"
+        + (f", moved to native code {stats.handovers}" if stats.handovers else "")
     )
 
 
