@@ -334,18 +334,18 @@ Handle row_like(Handle x, int64_t n) {
 
 }  // namespace
 
-// What compiled segments call directly, and the dispatcher through the boxed forms below. The callers in Python have
+// What compiled segments call directly (hence the names), and the dispatcher through the boxed forms below. The callers in Python have
 // checked dtypes, shapes and contiguity (fuel_core/native/ops.py).
 extern "C" {
 
-int32_t fuel_int4_mv(Handle x, Handle w, Handle scales, int64_t half, Handle* out) {
+int32_t aoti_torch_cpu_int4_mv(Handle x, Handle w, Handle scales, int64_t half, Handle* out) {
   const int64_t n = size(scales, 1), k = size(x, -1);
   *out = row_like(x, n);
   int4_mv(data<float>(x), data<uint8_t>(w), data<uint16_t>(scales), data<float>(*out), n, k, half);
   return 0;
 }
 
-int32_t fuel_int8_mv(Handle x, Handle w, Handle scales, Handle* out) {
+int32_t aoti_torch_cpu_int8_mv(Handle x, Handle w, Handle scales, Handle* out) {
   const int64_t n = size(w, 0), k = size(w, 1);
   *out = row_like(x, n);
   const bool wide = dtype_of(scales) == kFloat;
@@ -353,7 +353,7 @@ int32_t fuel_int8_mv(Handle x, Handle w, Handle scales, Handle* out) {
   return 0;
 }
 
-int32_t fuel_dense_mv(Handle x, Handle w, Handle* out) {
+int32_t aoti_torch_cpu_dense_mv(Handle x, Handle w, Handle* out) {
   const int64_t n = size(w, 0), k = size(w, 1);
   *out = row_like(x, n);
   const float* xs = data<float>(x);
@@ -372,7 +372,7 @@ int32_t fuel_dense_mv(Handle x, Handle w, Handle* out) {
   return 0;
 }
 
-int32_t fuel_attend_one(Handle q, Handle keys, Handle values, double scale, double cap, Handle* out) {
+int32_t aoti_torch_cpu_attend_one(Handle q, Handle keys, Handle values, double scale, double cap, Handle* out) {
   *out = row_like(q, size(q, -1));
   int64_t *ks, *vs;
   aoti_torch_get_strides(keys, &ks);
@@ -425,25 +425,25 @@ void finish(uint64_t* stack, int tensors, Handle out) {
 
 void boxed_int4_mv(uint64_t* stack, uint64_t, uint64_t) {
   Handle out = nullptr;
-  fuel_int4_mv(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), int64_t(stack[3]), &out);
+  aoti_torch_cpu_int4_mv(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), int64_t(stack[3]), &out);
   finish(stack, 3, out);
 }
 
 void boxed_int8_mv(uint64_t* stack, uint64_t, uint64_t) {
   Handle out = nullptr;
-  fuel_int8_mv(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), &out);
+  aoti_torch_cpu_int8_mv(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), &out);
   finish(stack, 3, out);
 }
 
 void boxed_dense_mv(uint64_t* stack, uint64_t, uint64_t) {
   Handle out = nullptr;
-  fuel_dense_mv(tensor_at(stack, 0), tensor_at(stack, 1), &out);
+  aoti_torch_cpu_dense_mv(tensor_at(stack, 0), tensor_at(stack, 1), &out);
   finish(stack, 2, out);
 }
 
 void boxed_attend_one(uint64_t* stack, uint64_t, uint64_t) {
   Handle out = nullptr;
-  fuel_attend_one(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), double_at(stack, 3),
+  aoti_torch_cpu_attend_one(tensor_at(stack, 0), tensor_at(stack, 1), tensor_at(stack, 2), double_at(stack, 3),
                   double_at(stack, 4), &out);
   finish(stack, 3, out);
 }
