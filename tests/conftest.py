@@ -10,6 +10,20 @@ from plugin_site import site
 __all__ = ["site"]
 
 
+@pytest.fixture(params=["torch", "native"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The test runs once on torch's own ops and once on the kernels, whatever this machine would choose."""
+    from fuel_core import native
+    from fuel_core.native import ops
+
+    name: str = request.param
+    if name == "torch":
+        monkeypatch.setattr(ops, "_state", (False, 0))
+    elif not native.is_active():
+        pytest.skip(f"no kernels: {native.status()}")
+    return name
+
+
 @pytest.fixture(autouse=True)
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A developer's FUEL_* variables must not decide what a test sees, nor their code cache what it runs.

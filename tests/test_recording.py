@@ -119,7 +119,7 @@ def test_a_recording_serves_every_position_from_one_to_the_last(name: str, path:
 
 # -- nothing extra ---------------------------------------------------------------------------------------------------
 
-PROJECT = ["aten.linear.default"]
+PRODUCT = {"torch": "aten.linear.default", "native": "fuel.dense_mv.default"}
 HEADS = ["aten.view.default", "aten.transpose.int"]
 ROTATE = [
     "aten.chunk.default", "getitem", "getitem", "aten.mul.Tensor", "aten.neg.default", "aten.cat.default",
@@ -136,24 +136,37 @@ READ = {"symbol": ["sub", "aten.narrow.default", "aten.narrow.default"], "device
 MASKED = {"symbol": [], "device": ["aten.add.Tensor"]}
 
 
-def layer_ops(path: str) -> tuple[str, ...]:
-    return (
-        "aten.rms_norm.default", *PROJECT * 3, *HEADS * 3, *ROTATE, *WRITE[path], *WRITE[path], *ROTATE, *READ[path],
+# One query on the symbol path needs no mask; then a kernel does the whole of attention.
+ATTEND = ["fuel.attend_one.default", "aten.view.default"]
+
+
+def attend_ops(path: str, kernels: str) -> list[str]:
+    if kernels == "native" and path == "symbol":
+        return ATTEND
+    return [
         "aten.reshape.default", "aten.transpose.int", "aten.matmul.default", "aten.mul.Tensor", *MASKED[path],
         "aten.softmax.int", "aten.matmul.default", "aten.view.default", "aten.transpose.int", "aten.reshape.default",
-        *PROJECT, "aten.add.Tensor",
-        "aten.rms_norm.default", *PROJECT * 2, "aten.silu.default", "aten.mul.Tensor", *PROJECT, "aten.add.Tensor",
+    ]  # fmt: skip
+
+
+def layer_ops(path: str, kernels: str) -> tuple[str, ...]:
+    project = [PRODUCT[kernels]]
+    biased = [*project, *(["aten.add.Tensor"] if kernels == "native" else [])]
+    return (
+        "aten.rms_norm.default", *biased * 3, *HEADS * 3, *ROTATE, *WRITE[path], *WRITE[path], *ROTATE, *READ[path],
+        *attend_ops(path, kernels), *project, "aten.add.Tensor",
+        "aten.rms_norm.default", *project * 2, "aten.silu.default", "aten.mul.Tensor", *project, "aten.add.Tensor",
     )  # fmt: skip
 
 
-def test_the_plain_step_is_exactly_these_ops(path: str) -> None:
-    session, _ = hold(toy(), path)
+def test_the_plain_step_is_exactly_these_ops(path: str, kernels: str) -> None:
+    session, _ = hold(toy(head_dim=24, rotary_dim=24), path)
     embed, *each, head = recordings(session)
     assert embed.ops == ("aten.embedding.default",)
     for layer in each:
-        assert layer.ops == layer_ops(path)
-    assert head.ops == ("aten.rms_norm.default", "aten.linear.default")
-    assert session.ops == (*embed.ops, *layer_ops(path) * 3, *head.ops)
+        assert layer.ops == layer_ops(path, kernels)
+    assert head.ops == ("aten.rms_norm.default", PRODUCT[kernels])
+    assert session.ops == (*embed.ops, *layer_ops(path, kernels) * 3, *head.ops)
 
 
 def test_a_scale_is_one_op_and_none_is_no_op(path: str) -> None:
@@ -164,13 +177,14 @@ def test_a_scale_is_one_op_and_none_is_no_op(path: str) -> None:
     assert recordings(plain)[1:] == recordings(scaled)[1:]
 
 
-def test_a_softcap_is_three_ops_where_asked_for(path: str) -> None:
-    plain, _ = hold(toy(), path)
-    capped, _ = hold(toy(softcap=20.0), path)
+def test_a_softcap_is_three_ops_where_asked_for(path: str, kernels: str) -> None:
+    plain, _ = hold(toy(head_dim=24, rotary_dim=24), path)
+    capped, _ = hold(toy(head_dim=24, rotary_dim=24, softcap=20.0), path)
     more = list(recordings(capped)[1].ops)
     for op in recordings(plain)[1].ops:
         more.remove(op)
-    assert sorted(more) == ["aten.div.Tensor", "aten.mul.Tensor", "aten.tanh.default"]
+    inside = kernels == "native" and path == "symbol"
+    assert sorted(more) == ([] if inside else ["aten.div.Tensor", "aten.mul.Tensor", "aten.tanh.default"])
 
 
 @pytest.mark.parametrize("name", [n for n in TOYS if n != "interleaved partial"])

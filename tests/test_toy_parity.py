@@ -38,6 +38,10 @@ TOYS = {
     "interleaved": {"interleaved": True},
     "interleaved partial rotary": {"interleaved": True, "rotary_dim": 12},
     "softcap": {"softcap": 2.0},
+    # A head that fills whole vectors: on the symbol path a kernel does its attention.
+    "head of 24": {"head_dim": 24},
+    "head of 24, group of 4": {"head_dim": 24, "num_key_value_heads": 1},
+    "head of 24, softcap, mixed windows": {"head_dim": 24, "softcap": 2.0, "window": 4, "windowed_layers": (0, 2)},
     "embed scale": {"embed_scale": 0.2},
     "all at once": {
         "rope_thetas": (10000.0, 100.0),
@@ -105,7 +109,7 @@ def assert_counters(ctx, feed):
     ("plan", "feed"), [("auto", "whole"), ("auto", "in chunks"), ("auto", "token by token"), ("off", "token by token")]
 )
 @pytest.mark.parametrize("name", TOYS)
-def test_every_step_gives_the_references_logits(name, feed, plan, offset_path):
+def test_every_step_gives_the_references_logits(name, feed, plan, offset_path, kernels):
     ctx = InferenceContext(offset_path=offset_path, plan=plan)
     errors = errors_of(name, feed, ctx)
     assert max(errors) < TOLERANCE_F32
@@ -124,7 +128,7 @@ BF16_RUNS = [
 
 
 @pytest.mark.parametrize(("name", "offset_path", "plan"), BF16_RUNS)
-def test_a_bfloat16_cache_stays_within_bfloat16s_rounding(name, plan, offset_path):
+def test_a_bfloat16_cache_stays_within_bfloat16s_rounding(name, plan, offset_path, kernels):
     ctx = InferenceContext(offset_path=offset_path, plan=plan)
     errors = errors_of(name, "whole", ctx, dtype=torch.bfloat16)
     assert max(errors) < (TOLERANCE_BF16_ROLLING if "rolling" in name else TOLERANCE_BF16)

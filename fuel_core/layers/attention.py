@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fuel_core import native
 from fuel_core.errors import GeometryError
 from fuel_core.token_data import DecodeLayerInputs
 
@@ -90,6 +91,10 @@ def attend(inputs: DecodeLayerInputs, q: Tensor, scale: float, softcap: float | 
         raise GeometryError(
             f"layer {inputs.layer_idx}: {n_heads} query heads are not a multiple of {n_kv_heads} kv heads"
         )
+    if mask is None:
+        rows = native.attend_one(q, keys, values, scale, softcap)
+        if rows is not None:
+            return rows.view(batch, seq_len, n_heads * head_dim).to(q.dtype)
     q = q.to(keys.dtype)
     if seq_len <= _QUERY_BLOCK:
         out = _attend_rows(q, keys, values, mask, scale, softcap)

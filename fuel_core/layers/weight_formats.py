@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fuel_core import native
 from fuel_core.errors import WeightsError
 
 __all__ = ["FORMATS", "WeightFormat", "canonical_format"]
@@ -56,6 +57,9 @@ class DenseFormat:
     def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
         weight = module.weight
         assert isinstance(weight, Tensor)
+        y = native.dense_mv(x, weight)
+        if y is not None:
+            return (y if bias is None else y + bias).to(x.dtype)
         if x.dtype == weight.dtype:
             return F.linear(x, weight, bias)
         # Converting x costs one row; converting the weight would read and write all of it every step.

@@ -132,7 +132,8 @@ class _Writer:
                 if name in _FUNCTIONS and not (name in ("add", "sub") and len(args) > 2):
                     function = self.constant(_FUNCTIONS[name], name)
                     return f"{function}({', '.join([*args, *keywords])})"
-        function = self.constant(target, "op")
+        # An overload's own call adds a Python frame to the function it holds.
+        function = self.constant(target._op if isinstance(target, torch._ops.OpOverload) else target, "op")
         return f"{function}({', '.join([*args, *keywords])})"
 
     def compile(self) -> Callable[..., Tensor]:

@@ -90,10 +90,17 @@ class ProbeLog:
 
 # Products of an activation with a weight. Only their shape is wanted, and reading the weights is what a step costs.
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+# Our own, each with the argument and the axis that say how wide the product is.
+_ROW_PRODUCTS = {"fuel::dense_mv": (1, 0), "fuel::int8_mv": (1, 0), "fuel::int4_mv": (2, 1)}
 
 
-def _unread_product(args: tuple[Any, ...]) -> Tensor | None:
-    """Zeros in the shape of the product; None where the shapes do not fit, so that torch says so itself."""
+def _unread_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Zeros in the shape of the product; None where it is none, or where torch itself has to say what does not fit."""
+    width = _ROW_PRODUCTS.get(func._schema.name)
+    if width is not None:
+        return torch.zeros((*args[0].shape[:-1], args[width[0]].shape[width[1]]), device=args[0].device)
+    if func not in _PRODUCTS:
+        return None
     left, right = args[-2:]
     if left.shape[1] != right.shape[0] or left.dtype != right.dtype or left.device != right.device:
         return None
@@ -163,7 +170,7 @@ class _Logger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.ops.append(entry)
             dtype = args[0].dtype
             return False if dtype is torch.bool else 0.0 if dtype.is_floating_point else 0
-        out = _unread_product(args) if func in _PRODUCTS else None
+        out = _unread_product(func, args)
         if out is None:
             out = func(*args, **kwargs)
         produced: list[Hashable] = []

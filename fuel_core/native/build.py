@@ -1,0 +1,157 @@
+"""Builds ``kernels.cpp`` with the machine's own compiler, and finds what was built before."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from fuel_core import code_cache
+from fuel_core.errors import CodeCacheError
+
+__all__ = ["compiler", "library", "prepare", "status"]
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+# A decode step may wait this long for a compiler that is at work; then torch's ops serve for as long as the process
+# lives.
+_PATIENCE = 2.0
+
+
+@dataclass
+class _Build:
+    process: subprocess.Popen[bytes]
+    made: Path
+    path: Path
+
+
+_lock = threading.Lock()
+_running: _Build | None = None
+_problem: str | None = None
+
+
+@functools.cache
+def compiler() -> str | None:
+    """The C++ compiler: ``CXX``, or the first of g++ and clang++ on the path; None where there is none."""
+    for name in (os.environ.get("CXX"), "g++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    return None
+
+
+@functools.cache
+def _flags_of_cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return line.partition(":")[2].strip()
+    return ""
+
+
+def _unsupported() -> str | None:
+    """Why the kernels cannot serve this machine, None where they can."""
+    if os.environ.get("FUEL_NATIVE") == "0":
+        return "turned off by FUEL_NATIVE=0"
+    if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
+        return f"written for Linux on x86-64, this is {platform.system()} on {platform.machine()}"
+    missing = {"avx2", "fma", "f16c"} - set(_flags_of_cpu().split())
+    return f"the CPU lacks {', '.join(sorted(missing))}" if missing else None
+
+
+@functools.cache
+def _key(cxx: str) -> str:
+    version = subprocess.run([cxx, "--version"], capture_output=True, check=False, timeout=20).stdout
+    parts = (
+        _SOURCE.read_bytes(),
+        version,
+        _flags_of_cpu().encode(),
+        " ".join(_FLAGS).encode(),
+        torch.__version__.encode(),
+    )
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
+
+
+def prepare() -> None:
+    """Start building the kernels in a child process unless they are there, cannot be, or are being built."""
+    global _running, _problem
+    with _lock:
+        if _running is not None or _problem is not None:
+            return
+        _problem = _unsupported()
+        cxx = compiler()
+        if _problem is None and cxx is None:
+            _problem = "no C++ compiler (g++ or clang++) on the path"
+        if _problem is not None or cxx is None:
+            return
+        try:
+            path = code_cache.owned_folder("native") / f"{_key(cxx)}.so"
+            if code_cache.verified(path):
+                return
+            made = Path(tempfile.mkdtemp(dir=path.parent)) / path.name
+            torch_lib = Path(torch.__file__).parent / "lib"
+            command = [cxx, *_FLAGS, str(_SOURCE), "-o", str(made), f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            )
+        except (CodeCacheError, OSError, subprocess.SubprocessError) as error:
+            _problem = str(error)
+            return
+        _running = _Build(process, made, path)
+
+
+def library(patience: float | None = _PATIENCE) -> Path | None:
+    """The built kernels, None where there are none; waits ``patience`` seconds for a compiler (None: until it ends)."""
+    global _running, _problem
+    prepare()
+    with _lock:
+        if _problem is not None:
+            return None
+        if _running is None:
+            cxx = compiler()
+            assert cxx is not None
+            return code_cache.owned_folder("native") / f"{_key(cxx)}.so"
+        build = _running
+        try:
+            _, errors = build.process.communicate(timeout=patience)
+            if build.process.returncode:
+                lines = errors.decode(errors="replace").strip().splitlines()
+                _problem = f"{compiler()} failed: {lines[0] if lines else build.process.returncode}"
+            else:
+                code_cache.publish(build.made, build.path)
+        except subprocess.TimeoutExpired:
+            _problem = f"the compiler took more than {patience:g} s beside loading; the next process finds the kernels"
+            threading.Thread(target=_finish, args=(build,), daemon=True).start()
+            return None
+        except OSError as error:
+            _problem = f"{build.path.parent}: cannot keep the kernels ({error.strerror})"
+        _running = None
+        shutil.rmtree(build.made.parent, ignore_errors=True)
+        return build.path if _problem is None else None
+
+
+def _finish(build: _Build) -> None:
+    """Keep for the next process what was built too late for this one."""
+    build.process.communicate()
+    if not build.process.returncode:
+        with contextlib.suppress(OSError):
+            code_cache.publish(build.made, build.path)
+    shutil.rmtree(build.made.parent, ignore_errors=True)
+
+
+def status() -> str:
+    """One line for people: why the kernels are not in use, or where they are."""
+    if _problem is not None:
+        return _problem
+    cxx = compiler()
+    return "not built" if cxx is None else f"{code_cache.cache_root() / 'native' / _key(cxx)}.so"

@@ -1,0 +1,188 @@
+"""The kernels as torch ops, and where each of them may be used.
+
+Every function here answers None where its kernel does not fit (another device, dtype, shape or layout, or no kernel at
+all); the caller then uses torch's own ops. Answers depend on shapes, dtypes and devices alone, so a recorded step may
+ask.
+
+Shape letters: N output width, K input width, H query heads, G kv heads, S keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import warnings
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from fuel_core.native import build
+
+__all__ = ["attend_one", "dense_mv", "int4_mv", "int8_mv", "is_active"]
+
+_library: Any = torch.library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
+_library.define("int4_mv(Tensor x, Tensor weight, Tensor scales, int half) -> Tensor")
+_library.define("int8_mv(Tensor x, Tensor weight, Tensor scale) -> Tensor")
+_library.define("dense_mv(Tensor x, Tensor weight) -> Tensor")
+_library.define("attend_one(Tensor q, Tensor keys, Tensor values, float scale, float softcap) -> Tensor")
+_DENSE = (torch.float32, torch.bfloat16, torch.float16)
+
+_lock = threading.RLock()
+_state: tuple[bool, int] | None = None
+"""(kernels in use, rows in half a block of the packed int4 layout), once decided."""
+
+
+def _row(x: Tensor, n: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n), dtype=torch.float32)
+
+
+# What tracing needs to know of them.
+torch.library.register_fake("fuel::int4_mv", lambda x, weight, scales, half: _row(x, scales.shape[1]))
+torch.library.register_fake("fuel::int8_mv", lambda x, weight, scale: _row(x, weight.shape[0]))
+torch.library.register_fake("fuel::dense_mv", lambda x, weight: _row(x, weight.shape[0]))
+torch.library.register_fake(
+    "fuel::attend_one", lambda q, keys, values, scale, softcap: q.new_empty(q.shape, dtype=torch.float32)
+)
+
+
+def is_active() -> bool:
+    """Whether this process uses the kernels; decided by the first call, which may wait a little for a compiler."""
+    return _decided()[0]
+
+
+def _decided() -> tuple[bool, int]:
+    global _state
+    if _state is None:
+        with _lock:
+            if _state is None:
+                _state = _load()
+    return _state
+
+
+def _load() -> tuple[bool, int]:
+    # Decided inside a step that may be recording or watched: none of it belongs to the step.
+    with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
+        path = build.library()
+        if path is None:
+            return False, 0
+        try:
+            kernels = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+            registered = kernels.fuel_register() == 0
+        except (OSError, AttributeError) as error:
+            warnings.warn(f"{path}: kernels expected, found {error}; torch's own ops are used", stacklevel=2)
+            return False, 0
+        half = _block_half()
+        if not registered or not _agrees(half):
+            warnings.warn(f"{path}: its products differ from torch's; torch's own ops are used", stacklevel=2)
+            return False, 0
+        return True, half
+
+
+def _block_half() -> int:
+    """Rows in half a block of ATen's packed int4 layout on this CPU (see kernels.cpp); 0 where it is another layout."""
+    codes = torch.arange(64 * 32, dtype=torch.int32).view(64, 32) * 7 % 16
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    for half in (16, 32):
+        blocks = codes.view(-1, 2, half, 32).transpose(2, 3)  # [blocks, lower or upper, k, rows]
+        if torch.equal((blocks[:, 0] | blocks[:, 1] << 4).to(torch.uint8).flatten(), packed.flatten()):
+            return half
+    return 0
+
+
+def _agrees(half: int) -> bool:
+    """Every kernel beside the formula it stands for, on a small case: what was loaded is code."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu")
+
+    x, w = normal(1, 1, 64), normal(70, 64)
+    cases = [(torch.ops.fuel.dense_mv(x, w.to(d)), w.to(d).to(torch.float32)) for d in _DENSE]
+    codes = (w * 30).round().clamp(-127, 127).to(torch.int8)
+    scale = (normal(70).abs() + 0.1).to(torch.bfloat16)
+    cases.append((torch.ops.fuel.int8_mv(x, codes, scale), codes * scale.to(torch.float32)[:, None]))
+    if half:
+        nibbles = (normal(64, 64) * 4 + 8).round().clamp(0, 15).to(torch.int32)
+        scales = normal(2, 64, 2).to(torch.bfloat16)
+        by_row = scales.to(torch.float32).repeat_interleave(32, 0).permute(2, 1, 0)  # [2, N, K]
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
+        cases.append((torch.ops.fuel.int4_mv(x, packed, scales, half), (nibbles - 8) * by_row[0] + by_row[1]))
+    # Genuine: 5e-5 of the largest (packed formats), 2e-7 (dense). A nibble or a row out of place is above 1e-1.
+    if not all(_near(found, x @ matrix.T) for found, matrix in cases):
+        return False
+    q, keys, values = normal(1, 4, 1, 16), normal(1, 2, 9, 16), normal(1, 2, 9, 16)
+    scores = torch.tanh((q.view(1, 2, 2, 16) @ keys.transpose(2, 3)) * 0.25 / 3) * 3
+    expected = torch.softmax(scores, -1) @ values
+    return _near(torch.ops.fuel.attend_one(q, keys, values, 0.25, 3.0), expected.view(1, 4, 1, 16))
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= 1e-3 * expected.abs().max())
+
+
+def _one_row(x: Tensor) -> Tensor | None:
+    """Give x as a float32 row whose elements lie side by side; None where it is not one row on a CPU."""
+    if x.device.type != "cpu" or x.dim() > 8 or any(size != 1 for size in x.shape[:-1]) or not is_active():
+        return None
+    if x.dtype != torch.float32:
+        x = x.to(torch.float32)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _tensor(result: Any) -> Tensor:
+    return cast(Tensor, result)
+
+
+def _plain(weight: Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.is_contiguous()
+
+
+def dense_mv(x: Tensor, weight: Tensor) -> Tensor | None:
+    """``x [..., K]`` of one row times ``weight [N, K]`` (float32, bf16, f16): ``[..., N]`` float32, summed so."""
+    if weight.dtype not in _DENSE or weight.shape[1] % 16 or not _plain(weight):
+        return None
+    row = _one_row(x)
+    return None if row is None else _tensor(torch.ops.fuel.dense_mv(row, weight))
+
+
+def int8_mv(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
+    """``x [..., K]`` of one row times int8 ``weight [N, K]``, ``scale [N]`` (bf16, float32): float32 ``[..., N]``."""
+    if weight.shape[1] % 32 or not (_plain(weight) and _plain(scale)):
+        return None
+    row = _one_row(x)
+    return None if row is None else _tensor(torch.ops.fuel.int8_mv(row, weight, scale))
+
+
+def int4_mv(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:
+    """``x [..., K]`` of one row times packed int4 ``weight``: float32 ``[..., N]``.
+
+    weight: as ``aten._convert_weight_to_int4pack_for_cpu`` packs ``[N, K]``. scales: bf16 ``[K / 32, N, 2]``, scale and
+    zero of ``(q - 8) * scale + zero``.
+    """
+    if not (_plain(weight) and _plain(scales)) or scales.dtype != torch.bfloat16:
+        return None
+    row = _one_row(x)
+    if row is None:
+        return None
+    half = _decided()[1]
+    if not half or scales.shape[1] % (2 * half) or scales.shape[0] * 32 != row.shape[-1]:
+        return None
+    return _tensor(torch.ops.fuel.int4_mv(row, weight, scales, half))
+
+
+def attend_one(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor | None:
+    """Attention of one query, ``q [1, H, 1, D]``, over ``keys, values [1, G, S, D]``: float32 ``[1, H, 1, D]``.
+
+    Scores, softmax and sums are float32 whatever the cache stores. Keys and values may be views of a larger buffer.
+    """
+    if q.device.type != "cpu" or q.shape[0] != 1 or q.shape[2] != 1 or keys.dtype not in _DENSE:
+        return None
+    if values.dtype != keys.dtype or q.shape[3] % 8 or values.shape[3] != q.shape[3] or not is_active():
+        return None
+    if keys.stride(3) != 1 or values.stride(3) != 1:
+        return None
+    row = q.to(torch.float32) if q.dtype != torch.float32 else q
+    if not row.is_contiguous():
+        row = row.contiguous()
+    return _tensor(torch.ops.fuel.attend_one(row, keys, values, scale, softcap or 0.0))
