@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fuel_core.native import build
 
-__all__ = ["attend_one", "dense_mv", "int4_mv", "int8_mv", "is_active"]
+__all__ = ["attend_one", "c_shims", "dense_mv", "int4_mv", "int8_mv", "is_active"]
 
 _library: Any = torch.library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
 _library.define("int4_mv(Tensor x, Tensor weight, Tensor scales, int half) -> Tensor")
@@ -44,6 +44,17 @@ torch.library.register_fake("fuel::dense_mv", lambda x, weight: _row(x, weight.s
 torch.library.register_fake(
     "fuel::attend_one", lambda q, keys, values, scale, softcap: q.new_empty(q.shape, dtype=torch.float32)
 )
+
+
+def c_shims() -> dict[Any, list[str]]:
+    """The functions behind the ops, as the compiler of a step wants them declared."""
+    tensor, error, fuel = "AtenTensorHandle", "AOTITorchError aoti_torch_cpu_", torch.ops.fuel
+    return {
+        fuel.int4_mv.default: [f"{error}int4_mv({tensor}, {tensor}, {tensor}, int64_t, {tensor}*)"],
+        fuel.int8_mv.default: [f"{error}int8_mv({tensor}, {tensor}, {tensor}, {tensor}*)"],
+        fuel.dense_mv.default: [f"{error}dense_mv({tensor}, {tensor}, {tensor}*)"],
+        fuel.attend_one.default: [f"{error}attend_one({tensor}, {tensor}, {tensor}, double, double, {tensor}*)"],
+    }
 
 
 def is_active() -> bool:

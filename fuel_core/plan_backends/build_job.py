@@ -136,8 +136,10 @@ def build(cache: CodeCache, wanted: dict[str, Any], folder: Path) -> None:
 
     Raises OSError or CacheUnusable for what another try may mend.
     """
+    from fuel_core import native
     from fuel_core.plan_backends.lowering import BOUNDS, LoweringError, load, lower, worst_error
 
+    native.is_active()  # what was recorded on the kernels is lowered and compared on them
     began = time.perf_counter()
     about: dict[str, Any] = {"core": __version__, "kind": "code"}
     files: dict[str, bytes] = {}

@@ -66,7 +66,12 @@ def _cpu() -> str:
 def _sources() -> str:
     """Hash of what records, rewrites and lowers a step, so that code from an older checkout is never taken over."""
     digest = hashlib.sha256()
-    paths = [*_HERE.glob("*.py"), *(_CORE / "layers").glob("*.py"), _CORE / "persistent_decode" / "build.py"]
+    paths = [
+        *_HERE.glob("*.py"),
+        *(_CORE / "layers").glob("*.py"),
+        *(_CORE / "native").glob("*.*p*"),
+        _CORE / "persistent_decode" / "build.py",
+    ]
     for path in sorted(paths):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()

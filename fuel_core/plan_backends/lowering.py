@@ -106,6 +106,8 @@ def lower(recording: Recording, folder: Path, rewrites: Sequence[Rewrite] = REWR
     """
     import torch._inductor
 
+    from fuel_core import native
+
     module = fx.GraphModule(recording.graph_module, fx.Graph())
     module.graph = _copied(recording.graph_module.graph)
     module.recompile()
@@ -119,7 +121,14 @@ def lower(recording: Recording, folder: Path, rewrites: Sequence[Rewrite] = REWR
             warnings.simplefilter("ignore")
             exported = _export(recording, module)
             torch._inductor.aoti_compile_and_package(
-                exported, package_path=str(package), inductor_configs={"aot_inductor.package": True, **INDUCTOR_OPTIONS}
+                exported,
+                package_path=str(package),
+                inductor_configs={
+                    "aot_inductor.package": True,
+                    # Our kernels are called as functions, past the dispatcher; who loads the code has loaded them.
+                    "aot_inductor.custom_ops_to_c_shims": native.c_shims(),
+                    **INDUCTOR_OPTIONS,
+                },
             )
     except OSError:
         raise
