@@ -29,8 +29,8 @@ PACKED_PARAMETERS = ("weight_scale", "weight_scale_and_zero")
 """What a packed module holds beside ``weight``."""
 
 # Elements packed, or unpacked for a dense product, at a time: bounds the temporaries whatever the matrix.
-_PACK_ELEMENTS = 1 << 19
-_UNPACK_ELEMENTS = 1 << 19
+_PACK_ELEMENTS = 1 << 17
+_UNPACK_ELEMENTS = 1 << 18
 # From this many rows on the dense product is the faster one (docs/weights.md).
 DENSE_FROM_ROWS = {"int8": 16, "int4": 32}
 
