@@ -130,7 +130,7 @@ def load(
     check_layer_count(config, checkpoint, serving)
     with torch.device("meta"):
         backbone = serving.build(config)
-    report = load_weights(backbone, checkpoint, serving, weights=weights)
+    report = load_weights(backbone, checkpoint, serving, weights=weights, device=place.type)
     backbone.eval().requires_grad_(False)
     if place.type != "cpu":
         backbone.to(place)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from fuel_core.checkpoint.config import RawConfig
     from fuel_core.checkpoint.tokenizer_source import TokenizerSource
+    from fuel_core.layers.packed_formats import Rows
 
 __all__ = ["Checkpoint", "TensorInfo", "read_json_object", "refuse_lfs_pointer", "token_ids"]
 
@@ -78,6 +79,15 @@ class Checkpoint(ABC):
     @abstractmethod
     def is_mapped(self, name: str) -> bool:
         """Whether `tensor(name)` is the file mapping itself rather than a copy."""
+
+    def rows(self, name: str) -> Rows:
+        """A matrix to be read some rows at a time; quantised ones are never dequantised as a whole."""
+        from fuel_core.layers.packed_formats import TensorRows
+
+        return TensorRows(self.tensor(name))
+
+    def release(self, name: str) -> None:  # noqa: B027 - optional: most tensors stay mapped
+        """Say that a tensor was read for the last time: its pages may leave memory. Reading it again is allowed."""
 
     @abstractmethod
     def tokenizer_files(self) -> TokenizerSource:

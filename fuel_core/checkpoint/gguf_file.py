@@ -30,6 +30,8 @@ from fuel_core.errors import (
 if TYPE_CHECKING:
     import torch
 
+    from fuel_core.layers.packed_formats import Rows
+
 __all__ = ["GgufCheckpoint", "checkpoint_names"]
 
 # Stored types that torch has as they are; the others that can be read are dequantised to float32.
@@ -114,6 +116,33 @@ class GgufCheckpoint(Checkpoint):
             return tensor
         heads, layer = permuted
         return _unpermute(tensor, self._head_count(heads, layer), f"{self.path}: tensor {stored!r}")
+
+    def rows(self, name: str) -> Rows:
+        stored = self._names[name]
+        entry = self.header.tensors[stored]
+        if entry.type_name not in _QUANTIZED:
+            return super().rows(name)
+        import torch
+
+        from fuel_core.checkpoint.gguf_blocks import BlockRows
+
+        permuted = self._permuted(stored)
+        if permuted is None:
+            return BlockRows(self._map, entry)
+        # Whole rows were moved, so they go back as they are stored.
+        heads, layer = permuted
+        place = f"{self.path}: tensor {stored!r}"
+        return BlockRows(
+            self._map, entry, _unpermute(torch.arange(entry.shape[0]), self._head_count(heads, layer), place)
+        )
+
+    def release(self, name: str) -> None:
+        entry = self.header.tensors[self._names[name]]
+        # Whole pages inside the tensor: its neighbours may be parameters that were written to.
+        first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
+        length = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+        if length > 0 and entry.type_name in _QUANTIZED and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, first, length)
 
     def is_mapped(self, name: str) -> bool:
         stored = self._names[name]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from fuel_core.checkpoint.config import MOST_LAYERS
-from fuel_core.errors import ConfigError, UnsupportedCheckpointError, WeightsError
+from fuel_core.errors import BackendUnavailableError, ConfigError, UnsupportedCheckpointError, WeightsError
 
 if TYPE_CHECKING:
     import torch
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["WEIGHT_FORMATS", "LoadReport", "check_layer_count", "default_tensor_name", "load_weights"]
 
-WEIGHT_FORMATS: Final[Mapping[str, str]] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
-"""Words `weights=` accepts (besides "auto" and the dtype names themselves) -> dtype of the parameters."""
+WEIGHT_FORMATS: Final = ("f32", "bf16", "f16", "int8", "int4")
+"""Words `weights=` accepts besides "auto" and the dtype names themselves."""
+_DTYPE_WORDS: Final[Mapping[str, str]] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 _FLOATING: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 _READABLE: Final = _FLOATING | {"int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -40,8 +41,11 @@ _LAYER: Final = re.compile(r"(?:^|\.)(?:layers|blk)\.(\d+)\.")
 class LoadReport:
     """What `load_weights` did.
 
-    - `weights`: the format word in use ("f32", "bf16" or "f16"); `dtype` the dtype it stands for. Norms that a mixed
-      file stores in float32 stay float32 beside it.
+    - `weights`: the format word in use, of most numbers where a file keeps several; `dtype` the dtype it stands for,
+      float32 beside packed formats. Norms that a mixed file stores in float32 stay float32 beside it.
+    - `formats`: parameter -> format, for every weight of a Linear or Embedding.
+    - `errors`: parameter -> relative error of int8, where `auto` measured it to choose.
+    - `instead`: (parameter, format asked for, format used, why).
     - `parameters`: how many parameters and buffers were set, tied ones not counted twice; `parameter_bytes` their size.
     - `mapped_bytes`: the part of that served from the file mapping without a copy.
     - `tied`: (parameter, parameter it shares storage with).
@@ -57,6 +61,9 @@ class LoadReport:
     tied: tuple[tuple[str, str], ...]
     skipped: tuple[str, ...]
     seconds: float
+    formats: Mapping[str, str] = field(default_factory=dict)
+    errors: Mapping[str, float] = field(default_factory=dict)
+    instead: tuple[tuple[str, str, str, str], ...] = ()
 
 
 def default_tensor_name(name: str) -> str | None:
@@ -103,35 +110,48 @@ def _parameter_name(rule: Any, name: str) -> str | None:
     return parameter
 
 
-def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto") -> LoadReport:
+def load_weights(
+    backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto", device: str = "cpu"
+) -> LoadReport:
     """Set every parameter and persistent buffer of `backbone` from `ck`.
 
     `backbone` is built on the meta device; parameters already elsewhere are replaced as well. Parameters come out on
     the CPU without gradients, and share memory with the file mapping where the stored dtype is the wanted one.
 
     `family` gives `tensor_names` (a function or mapping from checkpoint tensor name to parameter name; None skips the
-    tensor) and `gguf_names`. `weights` is "auto", "f32", "bf16" or "f16" (or "float32", ...). "auto" is the dtype the
-    config declares, else the one most tensors are stored in; float32 for a GGUF file with quantised tensors. In a file
-    that stores matrices in a shorter dtype and vectors in float32, norms stay float32.
+    tensor) and `gguf_names`. `weights` is "auto" or a format: "f32", "bf16", "f16" (or "float32", ...), "int8", "int4".
+    "auto" is the dtype the config declares, else the one most tensors are stored in; in a GGUF file with quantised
+    tensors it keeps each at its own width (docs/weights.md has the rule), and vectors in float32. In a file that stores
+    matrices in a shorter dtype and vectors in float32, norms stay float32. `device` is where the model will run: packed
+    formats are for CPUs, and elsewhere "auto" dequantises to float32.
 
     Tied parameters (`lm_head.weight` to `model.embed_tokens.weight` when `backbone.config.tie_word_embeddings`; or the
     (parameter, source) pairs of `backbone.tied_weights()`) become one Parameter. A file that stores a tied tensor as
     well must store the same numbers.
 
     Raises WeightsError listing what is missing, unused, wrongly shaped or left over, before any tensor is read;
-    UnsupportedCheckpointError for a quantised checkpoint or a stored type or format that cannot be used.
+    UnsupportedCheckpointError for a quantised checkpoint or a stored type or format that cannot be used;
+    BackendUnavailableError for a packed format on another device than a CPU.
     """
     import torch
 
+    from fuel_core.checkpoint.formats import DENSE_DTYPES, Choice, choose, format_of, pack, slots_of, weight_modules
+    from fuel_core.layers.weight_formats import install
+
     started = time.perf_counter()
-    dtype_name = _target_dtype(weights, ck)
+    word, dtype_name = _wanted(weights, ck)
+    if word in ("int8", "int4") and device != "cpu":
+        raise BackendUnavailableError(
+            f"weights={weights!r} on device {device!r}: expected 'cpu', where packed formats run in this release; "
+            "use weights='bf16'"
+        )
     ck.raw.reject_quantized()
     if not ck.has_weights:
         raise WeightsError(
             f"{ck.path}: expected weights, found only a config; download the safetensors files of this checkpoint"
         )
     ck = ck.for_family(family)
-    slots = _slots(backbone)
+    slots = slots_of(backbone)
     pairs = _tied_pairs(backbone, slots)
     tensors, skipped = _map_names(ck, family)
     infos = {parameter: ck.tensor_info(name) for parameter, name in tensors.items()}
@@ -139,20 +159,51 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
     sources = _check_names(ck, slots, pairs, tensors, infos)
 
     target: torch.dtype = getattr(torch, dtype_name)
+    quantized = any(_is_quantized(info) for info in infos.values())
+    if word == "auto" and (device != "cpu" or not quantized):
+        word = _DTYPE_WORDS[dtype_name]
+    by_width = word in ("auto", "int8", "int4")
     mixed = any(i.dtype_name != "float32" and len(i.shape) >= 2 for i in infos.values())
     matrices = {p for p, slot in slots.items() if slot.dim() >= 2}
+    modules = dict(weight_modules(backbone))
+    # A parameter that shares its storage with something that is no Linear or Embedding stays dense.
+    shared = {source for parameter, source in pairs if parameter not in modules}
+    formats: dict[str, str] = {}
+    errors: dict[str, float] = {}
+    instead: list[tuple[str, str, str, str]] = []
     set_bytes = mapped_bytes = 0
     for parameter, name in sources.items():
         info = infos[parameter] if parameter in infos else ck.tensor_info(name)
+        wanted = target
+        if parameter in modules and parameter not in shared and (by_width or (quantized and word != "f32")):
+            choice = choose(word, info) if info.dtype_name in _FLOATING or _is_quantized(info) else Choice(word)
+            if choice.format not in DENSE_DTYPES or _is_quantized(info):
+                try:
+                    packed = pack(choice, ck.rows(name))
+                except WeightsError as exc:
+                    raise WeightsError(f"{ck.path}: tensor {name!r}: {exc}") from None
+                install(modules[parameter], packed.format.packed_as, packed.tensors)
+                ck.release(name)
+                if packed.error is not None:
+                    errors[parameter] = packed.error
+                if choice.asked is not None:
+                    instead.append((parameter, choice.asked, packed.format.name, choice.reason))
+                set_bytes += sum(t.nbytes for t in packed.tensors.values())
+                continue
+            wanted = getattr(torch, DENSE_DTYPES[choice.format])
         tensor = ck.tensor(name)
         if tuple(tensor.shape) != info.shape:
             raise WeightsError(
                 f"{ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
                 f"{list(tensor.shape)}; download the file again"
             )
-        wanted = target
-        if info.dtype_name not in _FLOATING:
+        if info.dtype_name not in _FLOATING and not _is_quantized(info):
             wanted = tensor.dtype
+        elif by_width and len(info.shape) == 1:
+            wanted = torch.float32
+        elif by_width and parameter not in modules:
+            # What no format holds keeps the dtype it has (float32 for a quantised one).
+            wanted = target if quantized else tensor.dtype
         elif (
             mixed and info.dtype_name == "float32" and len(info.shape) == 1 and not _beside_matrix(parameter, matrices)
         ):
@@ -160,8 +211,13 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
         stored = tensor.to(wanted)
         if stored is tensor and ck.is_mapped(name):
             mapped_bytes += tensor.nbytes
+        elif stored is not tensor:
+            ck.release(name)
         set_bytes += stored.nbytes
-        _store(backbone, parameter, stored)
+        if parameter in modules:
+            install(modules[parameter], None, {"weight": stored})
+        else:
+            _store(backbone, parameter, stored)
         del tensor, stored
     tied = []
     for parameter, source in pairs:
@@ -170,8 +226,9 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
         _tie(backbone, parameter, source)
         tied.append((parameter, source))
     _check_nothing_left(backbone)
+    formats = {parameter: format_of(module) for parameter, module in modules.items()}
     return LoadReport(
-        weights=next(w for w, d in WEIGHT_FORMATS.items() if d == dtype_name),
+        weights=_most(formats, slots) if by_width and formats else _DTYPE_WORDS[dtype_name],
         dtype=dtype_name,
         parameters=len(sources),
         parameter_bytes=set_bytes,
@@ -179,10 +236,26 @@ def load_weights(backbone: nn.Module, ck: Checkpoint, family: Any = None, weight
         tied=tuple(tied),
         skipped=tuple(skipped),
         seconds=time.perf_counter() - started,
+        formats=formats,
+        errors=errors,
+        instead=tuple(instead),
     )
 
 
-def _target_dtype(weights: str, ck: Checkpoint) -> str:
+def _is_quantized(info: TensorInfo) -> bool:
+    return info.dtype_name not in _READABLE
+
+
+def _most(formats: Mapping[str, str], slots: Mapping[str, torch.Tensor]) -> str:
+    """The format that most numbers have."""
+    counts: dict[str, int] = {}
+    for parameter, word in formats.items():
+        counts[word] = counts.get(word, 0) + slots[parameter].numel()
+    return max(counts, key=lambda word: counts[word])
+
+
+def _wanted(weights: str, ck: Checkpoint) -> tuple[str, str]:
+    """The format word, and the dtype of what no packed format holds."""
     if weights == "auto":
         key = ck.raw.dtype_key
         if key is not None and ck.raw.dtype is None:
@@ -190,23 +263,13 @@ def _target_dtype(weights: str, ck: Checkpoint) -> str:
                 f"{ck.raw.source(key)}: expected {key!r} to be float32, bfloat16 or float16, found {ck.raw[key]!r}; "
                 "correct the config or say weights="
             )
-        return ck.raw.dtype or "float32"
-    name = WEIGHT_FORMATS.get(weights, weights if weights in WEIGHT_FORMATS.values() else None)
-    if name is None:
+        return "auto", ck.raw.dtype or "float32"
+    word = _DTYPE_WORDS.get(weights, weights)
+    if word not in WEIGHT_FORMATS:
         raise UnsupportedCheckpointError(
             f"weights={weights!r} is not available in this release: expected one of auto, {', '.join(WEIGHT_FORMATS)}"
         )
-    return name
-
-
-def _slots(backbone: nn.Module) -> dict[str, torch.Tensor]:
-    """Everything that must come from a file: parameters and persistent buffers by full name."""
-    slots: dict[str, torch.Tensor] = dict(backbone.named_parameters(remove_duplicate=False))
-    for prefix, module in backbone.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and buffer is not None:
-                slots[f"{prefix}.{name}" if prefix else name] = buffer
-    return slots
+    return word, next((dtype for dtype, short in _DTYPE_WORDS.items() if short == word), "float32")
 
 
 def _tied_pairs(backbone: nn.Module, slots: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
@@ -310,10 +373,7 @@ def _beside_matrix(parameter: str, matrices: set[str]) -> bool:
 
 
 def _store(backbone: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
-    """Make `tensor` the value of one parameter or buffer, without copying it.
-
-    The one place where a tensor becomes stored weights; packed formats replace what happens here.
-    """
+    """Make `tensor` the value of one parameter or buffer, without copying it."""
     from torch import nn
 
     path, _, leaf = parameter.rpartition(".")
@@ -325,14 +385,33 @@ def _store(backbone: nn.Module, parameter: str, tensor: torch.Tensor) -> None:
 
 
 def _tie(backbone: nn.Module, parameter: str, source: str) -> None:
+    from fuel_core.layers.linear import Embedding, Linear
+    from fuel_core.layers.packed_formats import PACKED_PARAMETERS
+    from fuel_core.layers.weight_formats import install
+
     path, _, leaf = parameter.rpartition(".")
-    setattr(backbone.get_submodule(path), leaf, backbone.get_parameter(source))
+    module, owner = backbone.get_submodule(path), backbone.get_submodule(source.rpartition(".")[0])
+    if not isinstance(module, Linear | Embedding) or not isinstance(owner, Linear | Embedding):
+        setattr(module, leaf, backbone.get_parameter(source))
+        return
+    names = ("weight", *PACKED_PARAMETERS)
+    stored = {name: p for name, p in owner._parameters.items() if name in names and p is not None}
+    install(module, owner.packed_format, stored)
 
 
 def _check_same(ck: Checkpoint, parameter: str, name: str, source: str, source_name: str) -> None:
     import torch
 
-    if name != source_name and not torch.equal(ck.tensor(name), ck.tensor(source_name)):
+    from fuel_core.layers.packed_formats import pieces
+
+    if name == source_name:
+        return
+    if len(ck.tensor_info(name).shape) == 2:  # as large as an embedding: never two of them in float32
+        one, other = ck.rows(name), ck.rows(source_name)
+        same = all(torch.equal(one.rows(a, b), other.rows(a, b)) for a, b in pieces(*one.shape))
+    else:
+        same = torch.equal(ck.tensor(name), ck.tensor(source_name))
+    if not same:
         raise WeightsError(
             f"{ck.path}: expected {name!r} to equal {source_name!r}, because the config ties {parameter!r} to "
             f"{source!r}, found other numbers; set tie_word_embeddings to false if the head is meant to be its own"

@@ -6,6 +6,7 @@ that multiplies by them goes through it. A packed format is added here and nowhe
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from fuel_core import native
 from fuel_core.errors import WeightsError
+from fuel_core.layers.packed_formats import PACKED_PARAMETERS, Int4Format, Int8Format, Rows, TensorRows, pieces
 
-__all__ = ["FORMATS", "WeightFormat", "canonical_format"]
+__all__ = ["FORMATS", "WeightFormat", "canonical_format", "install", "relative_error", "store"]
 
 
 class WeightFormat(Protocol):
@@ -30,8 +32,21 @@ class WeightFormat(Protocol):
         """Whether the residual stream should stay in float32 beside it."""
         ...
 
-    def store(self, module: nn.Module, weight: Tensor) -> None:
-        """Put ``weight`` [out, in] into the module's parameters, converted to this format."""
+    @property
+    def packed_as(self) -> str | None:
+        """What a module's ``packed_format`` says: None for a dense format, which the parameter's dtype tells."""
+        ...
+
+    def cannot_hold(self, n: int, k: int) -> str | None:
+        """Why an ``[n, k]`` matrix cannot be stored so; None: it can."""
+        ...
+
+    def pack(self, source: Rows) -> dict[str, Tensor]:
+        """What the parameters of a module hold: ``weight``, and what belongs to it."""
+        ...
+
+    def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
+        """Rows ``first`` to ``last`` of what ``pack`` made, in float32. ``first`` is a multiple of 128."""
         ...
 
     def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
@@ -50,9 +65,22 @@ class DenseFormat:
     name: str
     dtype: torch.dtype
     compressed: bool = False
+    packed_as: str | None = None
 
-    def store(self, module: nn.Module, weight: Tensor) -> None:
-        module.register_parameter("weight", nn.Parameter(weight.to(self.dtype), requires_grad=False))
+    def cannot_hold(self, n: int, k: int) -> str | None:
+        return None
+
+    def pack(self, source: Rows) -> dict[str, Tensor]:
+        if isinstance(source, TensorRows):
+            return {"weight": source.tensor.to(self.dtype)}
+        n, k = source.shape
+        weight = torch.empty(n, k, dtype=self.dtype)
+        for first, last in pieces(n, k):
+            weight[first:last] = source.rows(first, last)
+        return {"weight": weight}
+
+    def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
+        return stored["weight"][first:last].to(torch.float32)
 
     def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
         weight = module.weight
@@ -76,10 +104,48 @@ FORMATS: dict[str, WeightFormat] = {
     "f32": DenseFormat("f32", torch.float32),
     "bf16": DenseFormat("bf16", torch.bfloat16),
     "f16": DenseFormat("f16", torch.float16),
+    "int8": Int8Format(),
+    "int4": Int4Format(),
 }
 
 _ALIASES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 _BY_DTYPE = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def store(module: nn.Module, weight: Tensor | Rows, name: str) -> None:
+    """Give a Linear or Embedding the weight ``[out, in]`` in the format called ``name``.
+
+    Raises WeightsError when the format cannot hold a matrix of that shape, or does not exist.
+    """
+    source = TensorRows(weight) if isinstance(weight, Tensor) else weight
+    chosen = FORMATS[canonical_format(name)]
+    reason = chosen.cannot_hold(*source.shape)
+    if reason is not None:
+        raise WeightsError(f"expected a matrix that {chosen.name} can hold, found one of {source.shape}: {reason}")
+    install(module, chosen.packed_as, chosen.pack(source))
+
+
+def install(module: nn.Module, packed_as: str | None, stored: Mapping[str, Tensor]) -> None:
+    """Make what a format's ``pack`` returned the parameters of a module, in place of those of another format."""
+    for name in PACKED_PARAMETERS:
+        if name in module._parameters and name not in stored:
+            del module._parameters[name]
+    for name, tensor in stored.items():
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+        module.register_parameter(name, parameter)
+    module.packed_format = packed_as  # type: ignore[assignment]
+
+
+def relative_error(chosen: WeightFormat, stored: dict[str, Tensor], source: Rows) -> float:
+    """Root mean square of (stored - source) over that of source; 0 for a source of zeros."""
+    n, k = source.shape
+    difference = total = 0.0
+    for first, last in pieces(n, k):
+        expected = source.rows(first, last)
+        found = chosen.unpacked(stored, (n, k), first, last)
+        difference += float((found - expected).square_().sum(dtype=torch.float64))
+        total += float(expected.square().sum(dtype=torch.float64))
+    return (difference / total) ** 0.5 if total else 0.0
 
 
 def canonical_format(name: str) -> str:
