@@ -15,6 +15,24 @@ from fuel_core import code_cache, native
 from fuel_core.errors import CodeCacheError
 from fuel_core.native import build, ops
 
+Matrix = native.Matrix
+
+
+def dense_mv(x: Tensor, weight: Tensor) -> Tensor | None:
+    return only(native.product(x, Matrix(weight, weight)))
+
+
+def int8_mv(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
+    return only(native.product(x, Matrix(weight, scale)))
+
+
+int4_mv = int8_mv
+
+
+def only(found: tuple[Tensor, ...] | None) -> Tensor | None:
+    return None if found is None else found[0]
+
+
 ROOT = Path(__file__).resolve().parent.parent
 active = pytest.mark.skipif("not __import__('fuel_core.native', fromlist=['x']).is_active()", reason="no kernels here")
 
@@ -46,7 +64,7 @@ def packed(codes: Tensor, half: int) -> Tensor:
 @pytest.mark.parametrize(("n", "k"), [(1, 16), (3, 96), (70, 64), (576, 576), (960, 1536), (4099, 80)])
 def test_dense_products_equal_float64(n: int, k: int, dtype: torch.dtype) -> None:
     x, weight = normal(1, 1, k), normal(n, k).to(dtype)
-    assert difference(native.dense_mv(x, weight), x.double() @ weight.double().T) < DENSE
+    assert difference(dense_mv(x, weight), x.double() @ weight.double().T) < DENSE
 
 
 @active
@@ -56,7 +74,7 @@ def test_int8_products_equal_float64(n: int, k: int, dtype: torch.dtype) -> None
     x, weight = normal(1, 1, k), (normal(n, k) * 40).round().clamp(-127, 127).to(torch.int8)
     scale = (normal(n).abs() + 0.1).to(dtype)
     expected = x.double() @ (weight.double() * scale.double()[:, None]).T
-    assert difference(native.int8_mv(x, weight, scale), expected) < PACKED
+    assert difference(int8_mv(x, weight, scale), expected) < PACKED
 
 
 @active
@@ -67,7 +85,7 @@ def test_int4_products_equal_float64_in_both_layouts(n: int, k: int, half: int) 
     scales = normal(k // 32, n, 2).to(torch.bfloat16)
     each = scales.double().repeat_interleave(32, 0).permute(2, 1, 0)
     expected = x.double() @ ((codes - 8) * each[0] + each[1]).T
-    assert difference(torch.ops.fuel.int4_mv(x, packed(codes, half), scales, half), expected) < PACKED
+    assert difference(torch.ops.fuel.product(x, packed(codes, half), scales, half), expected) < PACKED
 
 
 @active
@@ -76,7 +94,7 @@ def test_int4_reads_what_torch_packs() -> None:
     weight, scales = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1), normal(3, 128, 2).to(torch.bfloat16)
     x = normal(1, 1, 96)
     theirs = torch.ops.aten._weight_int4pack_mm_for_cpu(x[0].to(torch.bfloat16), weight, 32, scales)
-    ours = native.int4_mv(x, weight, scales)
+    ours = int4_mv(x, weight, scales)
     assert ours is not None
     # bfloat16 on their side: 2e-3 to 5e-3 of the largest.
     assert (ours[0] - theirs).abs().max() < 1e-2 * theirs.abs().max()
@@ -101,6 +119,25 @@ def test_attention_of_one_query_equals_float64(
 
 
 @active
+@pytest.mark.parametrize("threads", [1, 2])
+def test_matrices_of_several_formats_in_one_go_equal_each_alone(threads: int) -> None:
+    x, before = normal(1, 1, 96), torch.get_num_threads()
+    codes = (normal(320, 96) * 4 + 8).round().clamp(0, 15).to(torch.int32)
+    int4 = Matrix(packed(codes, ops._decided()[1]), normal(3, 320, 2).to(torch.bfloat16))
+    int8 = Matrix((normal(70, 96) * 30).to(torch.int8), normal(70).abs())
+    dense = [Matrix(w, w) for w in (normal(1031, 96), normal(5, 96).to(torch.bfloat16))]
+    try:
+        torch.set_num_threads(threads)
+        for chosen in ([int4, int8, dense[0]], [dense[0], dense[1]], [int8, int8], [dense[1]]):
+            together = native.product(x, *chosen)
+            assert together is not None
+            for y, matrix in zip(together, chosen, strict=True):
+                assert torch.equal(y, native.product(x, matrix)[0])  # type: ignore[index]
+    finally:
+        torch.set_num_threads(before)
+
+
+@active
 def test_attention_survives_scores_far_apart() -> None:
     keys = torch.zeros(1, 1, 200, 8)
     keys[0, 0, 7, 0], keys[0, 0, 150, 0] = 1000.0, 999.0
@@ -119,9 +156,9 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
     weight = normal(64, 64)
     codes = (weight * 4 + 8).round().clamp(0, 15).to(torch.int32)
     found = [
-        native.dense_mv(x, weight),
-        native.int8_mv(x, (weight * 30).to(torch.int8), torch.ones(64)),
-        torch.ops.fuel.int4_mv(x, packed(codes, 16), torch.ones(2, 64, 2, dtype=torch.bfloat16), 16),
+        dense_mv(x, weight),
+        int8_mv(x, (weight * 30).to(torch.int8), torch.ones(64)),
+        torch.ops.fuel.product(x, packed(codes, 16), torch.ones(2, 64, 2, dtype=torch.bfloat16), 16),
     ]
     for y in found:
         assert y is not None
@@ -141,12 +178,12 @@ def test_small_and_large_rows_keep_their_accuracy() -> None:
     for factor in (1e-20, 1e-4, 1e4, 1e20):
         x = normal(1, 1, 96) * factor
         expected = x.double() @ weight.double().T
-        assert difference(native.int8_mv(x, weight, torch.ones(64)), expected) < PACKED
+        assert difference(int8_mv(x, weight, torch.ones(64)), expected) < PACKED
     x = normal(1, 1, 96)
     x[..., 5] = 3e4
     rest = weight.clone()
     rest[:, :32] = 0
-    assert difference(native.int8_mv(x, rest, torch.ones(64)), x.double() @ rest.double().T) < PACKED
+    assert difference(int8_mv(x, rest, torch.ones(64)), x.double() @ rest.double().T) < PACKED
 
 
 @active
@@ -156,7 +193,7 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(native.dense_mv(x, weight))
+            found.append(dense_mv(x, weight))
     finally:
         torch.set_num_threads(before)
     assert all(y is not None and torch.equal(y, found[0]) for y in found)
@@ -165,20 +202,20 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 @active
 def test_what_does_not_fit_is_left_to_torch() -> None:
     x, weight = normal(1, 1, 96), normal(8, 96)
-    assert native.dense_mv(normal(1, 2, 96), weight) is None, "two rows"
-    assert native.dense_mv(normal(2, 1, 96), weight) is None, "a batch of two"
-    assert native.dense_mv(normal(1, 1, 90), normal(8, 90)) is None, "a width that is no multiple of 16"
-    assert native.dense_mv(x, normal(96, 8).T) is None, "a transposed weight"
-    assert native.dense_mv(x, weight.double()) is None
-    assert native.int8_mv(normal(1, 1, 80), torch.ones(8, 80, dtype=torch.int8), torch.ones(8)) is None
-    assert native.int4_mv(normal(1, 1, 96), torch.ones(80, 48, dtype=torch.uint8), torch.ones(3, 80, 2)) is None
+    assert dense_mv(normal(1, 2, 96), weight) is None, "two rows"
+    assert dense_mv(normal(2, 1, 96), weight) is None, "a batch of two"
+    assert dense_mv(normal(1, 1, 90), normal(8, 90)) is None, "a width that is no multiple of 16"
+    assert dense_mv(x, normal(96, 8).T) is None, "a transposed weight"
+    assert dense_mv(x, weight.double()) is None
+    assert int8_mv(normal(1, 1, 80), torch.ones(8, 80, dtype=torch.int8), torch.ones(8)) is None
+    assert int4_mv(normal(1, 1, 96), torch.ones(80, 48, dtype=torch.uint8), torch.ones(3, 80, 2)) is None
     q, keys = normal(1, 4, 1, 16), normal(1, 2, 9, 16)
     assert native.attend_one(normal(1, 4, 2, 16), keys, keys, 1.0, None) is None, "two queries"
     assert native.attend_one(normal(1, 4, 1, 12), keys[..., :12], keys[..., :12], 1.0, None) is None
     assert native.attend_one(q, keys.transpose(2, 3).contiguous().transpose(2, 3), keys, 1.0, None) is None
     # A slice of a longer row is read where it lies.
     wide = normal(1, 1, 200)
-    assert difference(native.dense_mv(wide[..., 7:103], weight), wide[..., 7:103].double() @ weight.double().T) < DENSE
+    assert difference(dense_mv(wide[..., 7:103], weight), wide[..., 7:103].double() @ weight.double().T) < DENSE
 
 
 # -- building and keeping them ---------------------------------------------------------------------------------------
@@ -193,7 +230,8 @@ if build._running is not None:
     build._running.process.wait()
 print(native.is_active(), "|", native.status())
 x = torch.ones(1, 1, 32)
-print(native.dense_mv(x, torch.ones(4, 32)) is not None)
+w = torch.ones(4, 32)
+print(native.product(x, native.Matrix(w, w)) is not None)
 """
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fuel_core import native
 from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
 
 __all__ = ["Embedding", "Linear", "linear", "project"]
@@ -74,12 +75,29 @@ class Embedding(_FormattedWeight):
 
 def linear(x: Tensor, module: Linear) -> Tensor:
     """Multiply x, ``[..., in]``, by the module's weight in whatever format it is stored; gives ``[..., out]``."""
-    return module.weight_format.matmul(x, module, module.bias)
+    products = _one_row(x, module)
+    return products[0] if products is not None else module.weight_format.matmul(x, module, module.bias)
 
 
 def project(x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
     """Several products of one input: ``q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)``.
 
-    The weights may have been fused into one matrix when they were loaded; a family need not know.
+    One row is multiplied by up to three matrices in one go, so write it as one call.
     """
-    return tuple(linear(x, module) for module in modules)
+    products = _one_row(x, *modules)
+    return products if products is not None else tuple(linear(x, module) for module in modules)
+
+
+def _one_row(x: Tensor, *modules: Linear) -> tuple[Tensor, ...] | None:
+    """The products by a kernel of our own; None where there is none for them."""
+    products = native.product(x, *(module.weight_format.matrix(module) for module in modules))
+    if products is None:
+        return None
+    finished = []
+    for y, module in zip(products, modules, strict=True):
+        if y.shape[-1] != module.out_features:  # padded to whole blocks
+            y = y[..., : module.out_features]
+        if module.bias is not None:
+            y = y + module.bias
+        finished.append(y.to(x.dtype) if y.dtype != x.dtype else y)
+    return tuple(finished)

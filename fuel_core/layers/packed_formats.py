@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fuel_core import native
 from fuel_core.errors import BackendUnavailableError, WeightsError
 
 __all__ = ["GROUP", "PACKED_PARAMETERS", "Affine4", "Int4Format", "Int8Format", "Rows", "TensorRows"]
@@ -145,7 +146,7 @@ class _PackedFormat:
         return True
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
-        """bfloat16 ``[R, K]`` -> bfloat16 ``[R, >= N]``."""
+        """bfloat16 ``[R, K]`` -> bfloat16 ``[R, >= N]``, by torch's kernel."""
         raise NotImplementedError
 
     def _dense(self, x: Tensor, module: nn.Module) -> Tensor:
@@ -207,6 +208,9 @@ class Int8Format(_PackedFormat):
     def _padded(self, x: Tensor, module: nn.Module) -> Tensor:
         missing = _tensor(module, "weight").shape[1] - x.shape[1]
         return F.pad(x, (0, missing)) if missing else x
+
+    def matrix(self, module: nn.Module) -> native.Matrix:
+        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale = _scale(module, "weight_scale")
@@ -331,6 +335,9 @@ class Int4Format(_PackedFormat):
 
     def _can_unpack(self) -> bool:
         return int4_layout() is not None
+
+    def matrix(self, module: nn.Module) -> native.Matrix:
+        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale_and_zero"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale_and_zero = _scale(module, "weight_scale_and_zero")

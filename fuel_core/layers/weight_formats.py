@@ -53,6 +53,10 @@ class WeightFormat(Protocol):
         """``x [..., in]`` -> ``[..., out]`` in x's dtype."""
         ...
 
+    def matrix(self, module: nn.Module) -> native.Matrix:
+        """The module's weight as the kernels for one row take it."""
+        ...
+
     def lookup(self, token_ids: Tensor, module: nn.Module) -> Tensor:
         """``token_ids [B, T]`` int64 -> float32 ``[B, T, hidden]``."""
         ...
@@ -85,14 +89,16 @@ class DenseFormat:
     def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
         weight = module.weight
         assert isinstance(weight, Tensor)
-        y = native.dense_mv(x, weight)
-        if y is not None:
-            return (y if bias is None else y + bias).to(x.dtype)
         if x.dtype == weight.dtype:
             return F.linear(x, weight, bias)
         # Converting x costs one row; converting the weight would read and write all of it every step.
         y = F.linear(x.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype))
         return y.to(x.dtype)
+
+    def matrix(self, module: nn.Module) -> native.Matrix:
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        return native.Matrix(weight, weight)
 
     def lookup(self, token_ids: Tensor, module: nn.Module) -> Tensor:
         weight = module.weight

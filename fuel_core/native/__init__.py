@@ -6,6 +6,6 @@ step never changes its rounding while it is held. ``FUEL_NATIVE=0`` turns the ke
 """
 
 from fuel_core.native.build import prepare, status
-from fuel_core.native.ops import attend_one, c_shims, dense_mv, int4_mv, int8_mv, is_active
+from fuel_core.native.ops import Matrix, attend_one, c_shims, is_active, product, product_width
 
-__all__ = ["attend_one", "c_shims", "dense_mv", "int4_mv", "int8_mv", "is_active", "prepare", "status"]
+__all__ = ["Matrix", "attend_one", "c_shims", "is_active", "prepare", "product", "product_width", "status"]

@@ -12,19 +12,22 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from fuel_core.native import build
 
-__all__ = ["attend_one", "c_shims", "dense_mv", "int4_mv", "int8_mv", "is_active"]
+__all__ = ["Matrix", "attend_one", "c_shims", "is_active", "product", "product_width"]
 
 _library: Any = torch.library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
-_library.define("int4_mv(Tensor x, Tensor weight, Tensor scales, int half) -> Tensor")
-_library.define("int8_mv(Tensor x, Tensor weight, Tensor scale) -> Tensor")
-_library.define("dense_mv(Tensor x, Tensor weight) -> Tensor")
+_library.define("product(Tensor x, Tensor w, Tensor s, int half) -> Tensor")
+_library.define("product2(Tensor x, Tensor w0, Tensor s0, Tensor w1, Tensor s1, int half) -> Tensor")
+_library.define(
+    "product3(Tensor x, Tensor w0, Tensor s0, Tensor w1, Tensor s1, Tensor w2, Tensor s2, int half) -> Tensor"
+)
 _library.define("attend_one(Tensor q, Tensor keys, Tensor values, float scale, float softcap) -> Tensor")
 _DENSE = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,14 +36,36 @@ _state: tuple[bool, int] | None = None
 """(kernels in use, rows in half a block of the packed int4 layout), once decided."""
 
 
-def _row(x: Tensor, n: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n), dtype=torch.float32)
+class Matrix(NamedTuple):
+    """A stored ``[N, K]`` matrix; the dtype of ``weight`` says how.
+
+    - float32, bf16, f16: rows as they are; ``scales`` is not read (give ``weight`` again). K is a multiple of 16.
+    - int8: one scale for each row, ``scales [N]`` bf16 or float32. K is a multiple of 32.
+    - uint8: int4 as ``aten._convert_weight_to_int4pack_for_cpu`` packs it; ``scales`` bf16 ``[K / 32, N, 2]``, scale
+      and zero of ``(q - 8) * scale + zero``.
+    """
+
+    weight: Tensor
+    scales: Tensor
+
+    @property
+    def rows(self) -> int:
+        return self.scales.shape[1] if self.weight.dtype == torch.uint8 else self.weight.shape[0]
+
+
+def _product_meta(x: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((*x.shape[:-1], product_width((x, *rest))), dtype=torch.float32)
+
+
+def product_width(arguments: Sequence[Any]) -> int:
+    """Width of what a product op returns for these arguments."""
+    pairs = zip(arguments[1:-1:2], arguments[2:-1:2], strict=True)
+    return sum(Matrix(w, s).rows for w, s in pairs)
 
 
 # What tracing needs to know of them.
-torch.library.register_fake("fuel::int4_mv", lambda x, weight, scales, half: _row(x, scales.shape[1]))
-torch.library.register_fake("fuel::int8_mv", lambda x, weight, scale: _row(x, weight.shape[0]))
-torch.library.register_fake("fuel::dense_mv", lambda x, weight: _row(x, weight.shape[0]))
+for _name in ("product", "product2", "product3"):
+    torch.library.register_fake(f"fuel::{_name}", _product_meta)
 torch.library.register_fake(
     "fuel::attend_one", lambda q, keys, values, scale, softcap: q.new_empty(q.shape, dtype=torch.float32)
 )
@@ -50,11 +75,17 @@ def c_shims() -> dict[Any, list[str]]:
     """The functions behind the ops, as the compiler of a step wants them declared."""
     tensor, error, fuel = "AtenTensorHandle", "AOTITorchError aoti_torch_cpu_", torch.ops.fuel
     return {
-        fuel.int4_mv.default: [f"{error}int4_mv({tensor}, {tensor}, {tensor}, int64_t, {tensor}*)"],
-        fuel.int8_mv.default: [f"{error}int8_mv({tensor}, {tensor}, {tensor}, {tensor}*)"],
-        fuel.dense_mv.default: [f"{error}dense_mv({tensor}, {tensor}, {tensor}*)"],
+        **{
+            op.default: [f"{error}{name}({', '.join([tensor] * (1 + 2 * count))}, int64_t, {tensor}*)"]
+            for count, (name, op) in enumerate(_products(), 1)
+        },
         fuel.attend_one.default: [f"{error}attend_one({tensor}, {tensor}, {tensor}, double, double, {tensor}*)"],
     }
+
+
+def _products() -> tuple[tuple[str, Any], ...]:
+    """The ops that multiply by one, two and three matrices."""
+    return tuple((name, getattr(torch.ops.fuel, name)) for name in ("product", "product2", "product3"))
 
 
 def is_active() -> bool:
@@ -109,16 +140,16 @@ def _agrees(half: int) -> bool:
         return torch.randn(shape, generator=generator, device="cpu")
 
     x, w = normal(1, 1, 64), normal(70, 64)
-    cases = [(torch.ops.fuel.dense_mv(x, w.to(d)), w.to(d).to(torch.float32)) for d in _DENSE]
+    cases = [(torch.ops.fuel.product(x, w.to(d), w, half), w.to(d).to(torch.float32)) for d in _DENSE]
     codes = (w * 30).round().clamp(-127, 127).to(torch.int8)
     scale = (normal(70).abs() + 0.1).to(torch.bfloat16)
-    cases.append((torch.ops.fuel.int8_mv(x, codes, scale), codes * scale.to(torch.float32)[:, None]))
+    cases.append((torch.ops.fuel.product(x, codes, scale, half), codes * scale.to(torch.float32)[:, None]))
     if half:
         nibbles = (normal(64, 64) * 4 + 8).round().clamp(0, 15).to(torch.int32)
         scales = normal(2, 64, 2).to(torch.bfloat16)
         by_row = scales.to(torch.float32).repeat_interleave(32, 0).permute(2, 1, 0)  # [2, N, K]
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles, 1)
-        cases.append((torch.ops.fuel.int4_mv(x, packed, scales, half), (nibbles - 8) * by_row[0] + by_row[1]))
+        cases.append((torch.ops.fuel.product(x, packed, scales, half), (nibbles - 8) * by_row[0] + by_row[1]))
     # Genuine: 5e-5 of the largest (packed formats), 2e-7 (dense). A nibble or a row out of place is above 1e-1.
     if not all(_near(found, x @ matrix.T) for found, matrix in cases):
         return False
@@ -145,41 +176,36 @@ def _tensor(result: Any) -> Tensor:
     return cast(Tensor, result)
 
 
-def _plain(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.is_contiguous()
+def product(x: Tensor, *matrices: Matrix) -> tuple[Tensor, ...] | None:
+    """``x [..., K]`` of one row times each matrix: float32 ``[..., N]`` each, in one go for up to three.
 
-
-def dense_mv(x: Tensor, weight: Tensor) -> Tensor | None:
-    """``x [..., K]`` of one row times ``weight [N, K]`` (float32, bf16, f16): ``[..., N]`` float32, summed so."""
-    if weight.dtype not in _DENSE or weight.shape[1] % 16 or not _plain(weight):
-        return None
-    row = _one_row(x)
-    return None if row is None else _tensor(torch.ops.fuel.dense_mv(row, weight))
-
-
-def int8_mv(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor | None:
-    """``x [..., K]`` of one row times int8 ``weight [N, K]``, ``scale [N]`` (bf16, float32): float32 ``[..., N]``."""
-    if weight.shape[1] % 32 or not (_plain(weight) and _plain(scale)):
-        return None
-    row = _one_row(x)
-    return None if row is None else _tensor(torch.ops.fuel.int8_mv(row, weight, scale))
-
-
-def int4_mv(x: Tensor, weight: Tensor, scales: Tensor) -> Tensor | None:
-    """``x [..., K]`` of one row times packed int4 ``weight``: float32 ``[..., N]``.
-
-    weight: as ``aten._convert_weight_to_int4pack_for_cpu`` packs ``[N, K]``. scales: bf16 ``[K / 32, N, 2]``, scale and
-    zero of ``(q - 8) * scale + zero``.
+    Dense products are summed in float32; for packed ones x is rounded to 16 bits for each 32 elements.
     """
-    if not (_plain(weight) and _plain(scales)) or scales.dtype != torch.bfloat16:
-        return None
     row = _one_row(x)
-    if row is None:
+    if row is None or len(matrices) > 3:
         return None
     half = _decided()[1]
-    if not half or scales.shape[1] % (2 * half) or scales.shape[0] * 32 != row.shape[-1]:
-        return None
-    return _tensor(torch.ops.fuel.int4_mv(row, weight, scales, half))
+    arguments: list[Tensor] = []
+    for matrix in matrices:
+        if not _fits(matrix, row.shape[-1], half):
+            return None
+        arguments += matrix
+    fused = _tensor(_products()[len(matrices) - 1][1](row, *arguments, half))
+    if len(matrices) == 1:
+        return (fused,)
+    return tuple(fused.split([matrix.rows for matrix in matrices], dim=-1))  # type: ignore[no-untyped-call]
+
+
+def _fits(matrix: Matrix, width: int, half: int) -> bool:
+    weight, scales = matrix
+    if weight.device.type != "cpu" or not (weight.is_contiguous() and scales.is_contiguous()):
+        return False
+    if weight.dtype == torch.uint8:
+        whole = half > 0 and matrix.rows % (2 * half) == 0
+        return whole and scales.dtype == torch.bfloat16 and scales.shape[0] * 32 == width
+    if weight.dtype == torch.int8:
+        return weight.shape[1] == width and width % 32 == 0 and scales.dtype in (torch.bfloat16, torch.float32)
+    return weight.dtype in _DENSE and weight.shape[1] == width and width % 16 == 0
 
 
 def attend_one(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float | None) -> Tensor | None:

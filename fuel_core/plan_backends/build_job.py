@@ -137,7 +137,7 @@ def build(cache: CodeCache, wanted: dict[str, Any], folder: Path) -> None:
     Raises OSError or CacheUnusable for what another try may mend.
     """
     from fuel_core import native
-    from fuel_core.plan_backends.lowering import BOUNDS, LoweringError, load, lower, worst_error
+    from fuel_core.plan_backends.lowering import LoweringError, bound_of, load, lower, worst_error
 
     native.is_active()  # what was recorded on the kernels is lowered and compared on them
     began = time.perf_counter()
@@ -150,7 +150,7 @@ def build(cache: CodeCache, wanted: dict[str, Any], folder: Path) -> None:
         for name, content in files.items():
             (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
             (unpacked / name).write_bytes(content)
-        bound = BOUNDS.get(activation_dtype(recording), 0.0)
+        bound = bound_of(recording)
         error = worst_error(load(unpacked), recording)
         about |= {"error": error if error == error else None, "bound": bound}
         if not error <= bound:

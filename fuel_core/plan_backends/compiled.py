@@ -228,7 +228,7 @@ class Library:
             return None
         why = code.refusal(recording, {}, segment.weights)
         if why is None:
-            bound = lowering.BOUNDS.get(build_job.activation_dtype(recording), 0.0)
+            bound = lowering.bound_of(recording)
             found = lowering.worst_error(code.run, recording, segment.weights, lowering.SPOT_CHECKS)
             if not found <= bound:
                 why = f"differs from the recording by {found:.2g}, where {bound:.2g} is rounding"

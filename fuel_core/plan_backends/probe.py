@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fuel_core import native
 from fuel_core.errors import RecordingError
 
 __all__ = ["BoundInt", "ProbeLog", "probe"]
@@ -90,15 +91,13 @@ class ProbeLog:
 
 # Products of an activation with a weight. Only their shape is wanted, and reading the weights is what a step costs.
 _PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
-# Our own, each with the argument and the axis that say how wide the product is.
-_ROW_PRODUCTS = {"fuel::dense_mv": (1, 0), "fuel::int8_mv": (1, 0), "fuel::int4_mv": (2, 1)}
+_ROW_PRODUCTS = frozenset({"fuel::product", "fuel::product2", "fuel::product3"})
 
 
 def _unread_product(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     """Zeros in the shape of the product; None where it is none, or where torch itself has to say what does not fit."""
-    width = _ROW_PRODUCTS.get(func._schema.name)
-    if width is not None:
-        return torch.zeros((*args[0].shape[:-1], args[width[0]].shape[width[1]]), device=args[0].device)
+    if func._schema.name in _ROW_PRODUCTS:
+        return torch.zeros((*args[0].shape[:-1], native.product_width(args)), device=args[0].device)
     if func not in _PRODUCTS:
         return None
     left, right = args[-2:]
