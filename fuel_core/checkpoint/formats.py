@@ -22,11 +22,21 @@ if TYPE_CHECKING:
     from fuel_core.checkpoint.base import TensorInfo
     from fuel_core.layers.packed_formats import Rows
 
-__all__ = ["DENSE_DTYPES", "MOST_INT8_ERROR", "PACKED_WORDS", "Choice", "choose", "pack", "weight_modules"]
+__all__ = [
+    "DENSE_DTYPES",
+    "MOST_INT8_ERROR",
+    "Choice",
+    "Packed",
+    "choose",
+    "error_of",
+    "format_of",
+    "pack",
+    "slots_of",
+    "weight_modules",
+]
 
 DENSE_DTYPES: Final[Mapping[str, str]] = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 """Dense format -> dtype of its parameters."""
-PACKED_WORDS: Final = ("int8", "int4")
 MOST_INT8_ERROR: Final = 0.025
 """Largest relative error (root mean square) at which ``auto`` keeps int8 for a tensor; beyond it is bfloat16.
 
@@ -81,6 +91,14 @@ def pack(choice: Choice, source: Rows) -> Packed:
     if error <= MOST_INT8_ERROR:
         return Packed(chosen, tensors, error)
     return Packed(FORMATS["bf16"], FORMATS["bf16"].pack(source), error)
+
+
+def error_of(choice: Choice, source: Rows) -> tuple[str, float]:
+    """The format that a matrix ends in, and its relative error there against the source's own values."""
+    packed = pack(choice, source)
+    if packed.error is not None and packed.format.name == "int8":
+        return "int8", packed.error
+    return packed.format.name, relative_error(packed.format, packed.tensors, source)
 
 
 def weight_modules(backbone: nn.Module) -> Iterator[tuple[str, Linear | Embedding]]:

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuel_core.checkpoint.config import MOST_LAYERS
 from fuel_core.errors import BackendUnavailableError, ConfigError, UnsupportedCheckpointError, WeightsError
@@ -20,8 +20,18 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fuel_core.checkpoint.base import Checkpoint, TensorInfo
+    from fuel_core.checkpoint.formats import Choice
+    from fuel_core.layers.linear import Embedding, Linear
 
-__all__ = ["WEIGHT_FORMATS", "LoadReport", "check_layer_count", "default_tensor_name", "load_weights"]
+__all__ = [
+    "WEIGHT_FORMATS",
+    "LoadReport",
+    "PlannedFormat",
+    "check_layer_count",
+    "default_tensor_name",
+    "load_weights",
+    "planned_formats",
+]
 
 WEIGHT_FORMATS: Final = ("f32", "bf16", "f16", "int8", "int4")
 """Words `weights=` accepts besides "auto" and the dtype names themselves."""
@@ -135,10 +145,137 @@ def load_weights(
     """
     import torch
 
-    from fuel_core.checkpoint.formats import DENSE_DTYPES, Choice, choose, format_of, pack, slots_of, weight_modules
+    from fuel_core.checkpoint.formats import DENSE_DTYPES, format_of, pack
     from fuel_core.layers.weight_formats import install
 
     started = time.perf_counter()
+    plan = _plan(backbone, ck, family, weights, device)
+    ck, sources, infos, modules = plan.ck, plan.sources, plan.infos, plan.modules
+    target: torch.dtype = getattr(torch, plan.dtype)
+    mixed = any(i.dtype_name != "float32" and len(i.shape) >= 2 for i in infos.values())
+    matrices = {p for p, slot in plan.slots.items() if slot.dim() >= 2}
+    errors: dict[str, float] = {}
+    instead: list[tuple[str, str, str, str]] = []
+    set_bytes = mapped_bytes = 0
+    for parameter, name in sources.items():
+        info, wanted = infos[parameter], target
+        choice = plan.choices.get(parameter)
+        if choice is not None and (choice.format not in DENSE_DTYPES or _is_quantized(info)):
+            try:
+                packed = pack(choice, ck.rows(name))
+            except WeightsError as exc:
+                raise WeightsError(f"{ck.path}: tensor {name!r}: {exc}") from None
+            install(modules[parameter], packed.format.packed_as, packed.tensors)
+            ck.release(name)
+            if packed.error is not None:
+                errors[parameter] = packed.error
+            if choice.asked is not None:
+                instead.append((parameter, choice.asked, packed.format.name, choice.reason))
+            set_bytes += sum(t.nbytes for t in packed.tensors.values())
+            continue
+        if choice is not None:
+            wanted = getattr(torch, DENSE_DTYPES[choice.format])
+        tensor = ck.tensor(name)
+        if tuple(tensor.shape) != info.shape:
+            raise WeightsError(
+                f"{ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
+                f"{list(tensor.shape)}; download the file again"
+            )
+        if info.dtype_name not in _FLOATING and not _is_quantized(info):
+            wanted = tensor.dtype
+        elif plan.by_width and len(info.shape) == 1:
+            wanted = torch.float32
+        elif plan.by_width and choice is None and not plan.quantized:
+            wanted = tensor.dtype  # what no format holds keeps the dtype it has
+        elif (
+            mixed and info.dtype_name == "float32" and len(info.shape) == 1 and not _beside_matrix(parameter, matrices)
+        ):
+            wanted = torch.float32
+        stored = tensor.to(wanted)
+        if stored is tensor and ck.is_mapped(name):
+            mapped_bytes += tensor.nbytes
+        elif stored is not tensor:
+            ck.release(name)
+        set_bytes += stored.nbytes
+        if parameter in modules:
+            install(modules[parameter], None, {"weight": stored})
+        else:
+            _store(backbone, parameter, stored)
+        del tensor, stored
+    tied = []
+    for parameter, source in plan.pairs:
+        if parameter in plan.tensors and parameter not in sources:
+            _check_same(ck, parameter, plan.tensors[parameter], source, sources[source])
+        _tie(backbone, parameter, source)
+        tied.append((parameter, source))
+    _check_nothing_left(backbone)
+    formats = {parameter: format_of(module) for parameter, module in modules.items()}
+    return LoadReport(
+        weights=_most(formats, plan.slots) if plan.by_width and formats else _DTYPE_WORDS[plan.dtype],
+        dtype=plan.dtype,
+        parameters=len(sources),
+        parameter_bytes=set_bytes,
+        mapped_bytes=mapped_bytes,
+        tied=tuple(tied),
+        skipped=plan.skipped,
+        seconds=time.perf_counter() - started,
+        formats=formats,
+        errors=errors,
+        instead=tuple(instead),
+    )
+
+
+class PlannedFormat(NamedTuple):
+    """What loading would make of one weight; see `planned_formats`."""
+
+    parameter: str
+    tensor: str
+    info: TensorInfo
+    choice: Choice
+
+
+def planned_formats(
+    backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto"
+) -> list[PlannedFormat]:
+    """How `load_weights` would store every weight of a Linear or Embedding on a CPU, from headers alone.
+
+    Same arguments and errors. Norms, biases and what else is no weight of those are left out.
+    """
+    from fuel_core.checkpoint.formats import DENSE_DTYPES, Choice
+
+    plan = _plan(backbone, ck, family, weights, "cpu")
+    dense = Choice(next(word for word, dtype in DENSE_DTYPES.items() if dtype == plan.dtype))
+    return [
+        PlannedFormat(parameter, name, plan.infos[parameter], plan.choices.get(parameter, dense))
+        for parameter, name in plan.sources.items()
+        if parameter in plan.modules
+    ]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Everything that is decided before the first tensor is read."""
+
+    ck: Checkpoint
+    dtype: str
+    """Of what no format holds, and of everything under a dense word."""
+    by_width: bool
+    """Packed formats, or each tensor at its own width: vectors are float32 then."""
+    quantized: bool
+    slots: dict[str, torch.Tensor]
+    pairs: list[tuple[str, str]]
+    tensors: dict[str, str]
+    infos: dict[str, TensorInfo]
+    sources: dict[str, str]
+    skipped: tuple[str, ...]
+    modules: dict[str, Linear | Embedding]
+    choices: dict[str, Choice]
+    """For each weight that is not simply cast to `dtype`."""
+
+
+def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device: str) -> _Plan:
+    from fuel_core.checkpoint.formats import choose, slots_of, weight_modules
+
     word, dtype_name = _wanted(weights, ck)
     if word in ("int8", "int4") and device != "cpu":
         raise BackendUnavailableError(
@@ -157,88 +294,24 @@ def load_weights(
     infos = {parameter: ck.tensor_info(name) for parameter, name in tensors.items()}
     _refuse_unreadable(ck, tensors, infos)
     sources = _check_names(ck, slots, pairs, tensors, infos)
-
-    target: torch.dtype = getattr(torch, dtype_name)
+    infos |= {parameter: ck.tensor_info(name) for parameter, name in sources.items()}
     quantized = any(_is_quantized(info) for info in infos.values())
     if word == "auto" and (device != "cpu" or not quantized):
         word = _DTYPE_WORDS[dtype_name]
     by_width = word in ("auto", "int8", "int4")
-    mixed = any(i.dtype_name != "float32" and len(i.shape) >= 2 for i in infos.values())
-    matrices = {p for p, slot in slots.items() if slot.dim() >= 2}
     modules = dict(weight_modules(backbone))
     # A parameter that shares its storage with something that is no Linear or Embedding stays dense.
     shared = {source for parameter, source in pairs if parameter not in modules}
-    formats: dict[str, str] = {}
-    errors: dict[str, float] = {}
-    instead: list[tuple[str, str, str, str]] = []
-    set_bytes = mapped_bytes = 0
-    for parameter, name in sources.items():
-        info = infos[parameter] if parameter in infos else ck.tensor_info(name)
-        wanted = target
-        if parameter in modules and parameter not in shared and (by_width or (quantized and word != "f32")):
-            choice = choose(word, info) if info.dtype_name in _FLOATING or _is_quantized(info) else Choice(word)
-            if choice.format not in DENSE_DTYPES or _is_quantized(info):
-                try:
-                    packed = pack(choice, ck.rows(name))
-                except WeightsError as exc:
-                    raise WeightsError(f"{ck.path}: tensor {name!r}: {exc}") from None
-                install(modules[parameter], packed.format.packed_as, packed.tensors)
-                ck.release(name)
-                if packed.error is not None:
-                    errors[parameter] = packed.error
-                if choice.asked is not None:
-                    instead.append((parameter, choice.asked, packed.format.name, choice.reason))
-                set_bytes += sum(t.nbytes for t in packed.tensors.values())
-                continue
-            wanted = getattr(torch, DENSE_DTYPES[choice.format])
-        tensor = ck.tensor(name)
-        if tuple(tensor.shape) != info.shape:
-            raise WeightsError(
-                f"{ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
-                f"{list(tensor.shape)}; download the file again"
-            )
-        if info.dtype_name not in _FLOATING and not _is_quantized(info):
-            wanted = tensor.dtype
-        elif by_width and len(info.shape) == 1:
-            wanted = torch.float32
-        elif by_width and parameter not in modules:
-            # What no format holds keeps the dtype it has (float32 for a quantised one).
-            wanted = target if quantized else tensor.dtype
-        elif (
-            mixed and info.dtype_name == "float32" and len(info.shape) == 1 and not _beside_matrix(parameter, matrices)
-        ):
-            wanted = torch.float32
-        stored = tensor.to(wanted)
-        if stored is tensor and ck.is_mapped(name):
-            mapped_bytes += tensor.nbytes
-        elif stored is not tensor:
-            ck.release(name)
-        set_bytes += stored.nbytes
-        if parameter in modules:
-            install(modules[parameter], None, {"weight": stored})
-        else:
-            _store(backbone, parameter, stored)
-        del tensor, stored
-    tied = []
-    for parameter, source in pairs:
-        if parameter in tensors and parameter not in sources:
-            _check_same(ck, parameter, tensors[parameter], source, sources[source])
-        _tie(backbone, parameter, source)
-        tied.append((parameter, source))
-    _check_nothing_left(backbone)
-    formats = {parameter: format_of(module) for parameter, module in modules.items()}
-    return LoadReport(
-        weights=_most(formats, slots) if by_width and formats else _DTYPE_WORDS[dtype_name],
-        dtype=dtype_name,
-        parameters=len(sources),
-        parameter_bytes=set_bytes,
-        mapped_bytes=mapped_bytes,
-        tied=tuple(tied),
-        skipped=tuple(skipped),
-        seconds=time.perf_counter() - started,
-        formats=formats,
-        errors=errors,
-        instead=tuple(instead),
+    choices = {
+        parameter: choose(word, infos[parameter])
+        for parameter in sources
+        if parameter in modules
+        and parameter not in shared
+        and (infos[parameter].dtype_name in _FLOATING or _is_quantized(infos[parameter]))
+        and (by_width or (quantized and word != "f32"))
+    }
+    return _Plan(
+        ck, dtype_name, by_width, quantized, slots, pairs, tensors, infos, sources, tuple(skipped), modules, choices
     )
 
 

@@ -5,29 +5,36 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fuel_core.cli.options import Dtype, FamilyName, Json, MaxSeqLen, Model
+import typer
+
+from fuel_core.cli.options import Dtype, FamilyName, Json, MaxSeqLen, Model, Weights
 from fuel_core.cli.output import bytes_text, note, print_json, stdout_console, table
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
     from fuel_core.checkpoint import Checkpoint
+    from fuel_core.families import Family
 
 __all__ = ["inspect"]
 
 # More positions than most prompts need and fewer than most models allow: a size to compare models by.
 _SHOWN_POSITIONS = 4096
 
+Errors = Annotated[bool, typer.Option("--errors", help="Read the weights and say how much each loses in its format.")]
+
 
 def inspect(
     model: Model,
     max_seq_len: MaxSeqLen = None,
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
+    errors: Errors = False,
     family: FamilyName = None,
     json: Json = False,
 ) -> None:
-    """Show a checkpoint's resolved config and where each value is from, its layers, sizes and shape key."""
+    """Show a checkpoint's resolved config and where each value is from, its layers, sizes, formats and shape key."""
     import torch
 
     from fuel_core.checkpoint import open_checkpoint
@@ -58,6 +65,7 @@ def inspect(
             "layers": _layers(backbone),
             "rope_variants": [_rope_variant(variant) for variant in backbone.rope_plan.variants],
             "parameters": _stored(checkpoint) if checkpoint.has_weights else _declared(backbone, spec.dtype),
+            "weights": _weights(backbone, checkpoint, chosen, weights, errors) if checkpoint.has_weights else [],
             "kv_cache": _kv_cache(backbone, positions, cache_dtype or spec.dtype),
             "shape_key": _shape_key(backbone),
         }
@@ -123,6 +131,43 @@ def _declared(backbone: DecodeBackbone, dtype: str) -> dict[str, Any]:
     return _totals(counts, "computed from the config; the folder holds no weights")
 
 
+def _weights(
+    backbone: DecodeBackbone, checkpoint: Checkpoint, family: Family, weights: str, errors: bool
+) -> list[dict[str, Any]]:
+    """How each matrix would be stored; `relative_error` is null unless the weights were read for it."""
+    from fuel_core.checkpoint.formats import error_of
+    from fuel_core.checkpoint.weights import planned_formats
+    from fuel_core.errors import UnsupportedCheckpointError, WeightsError
+
+    try:
+        planned = planned_formats(backbone, checkpoint, family, weights)
+    except (UnsupportedCheckpointError, WeightsError) as error:
+        if weights != "auto":
+            raise
+        # A checkpoint that cannot be loaded may be looked at all the same.
+        note(f"weights: {error}")
+        return []
+    named = checkpoint.for_family(family)
+    found = []
+    for parameter, tensor, info, choice in planned:
+        entry: dict[str, Any] = {
+            "parameter": parameter,
+            "tensor": tensor,
+            "stored": info.dtype_name,
+            "format": choice.format,
+            "or": "bf16" if choice.measured else None,
+            "asked": choice.asked,
+            "reason": choice.reason,
+            "relative_error": None,
+        }
+        if errors:
+            entry["format"], entry["relative_error"] = error_of(choice, named.rows(tensor))
+            entry["or"] = None
+            named.release(tensor)
+        found.append(entry)
+    return found
+
+
 def _totals(counts: Iterable[tuple[str, int]], source: str) -> dict[str, Any]:
     numbers: Counter[str] = Counter()
     for dtype, count in counts:
@@ -186,11 +231,24 @@ def _print(report: dict[str, Any]) -> None:
     console.print(f"parameters: {parameters['count']:,}, {bytes_text(parameters['bytes'])}, {parameters['source']}")
     for dtype, size in parameters["bytes_by_dtype"].items():
         console.print(f"  {dtype}: {bytes_text(size)}")
+    for (stored, word, other, reason), group in _groups(report["weights"]).items():
+        known = [entry["relative_error"] for entry in group if entry["relative_error"] is not None]
+        lost = f"; relative error {min(known):.2g} to {max(known):.2g}" if known else ""
+        instead = f" (or {other}, where it loses too much)" if other else ""
+        why = f"; not {group[0]['asked']}: {reason}" if reason else ""
+        console.print(f"weights: {len(group)} stored as {stored}, kept as {word}{instead}{lost}{why}")
     console.print(f"KV cache for {cache['max_seq_len']} positions in {cache['dtype']}: {bytes_text(cache['bytes'])}")
     console.print()
     console.print(f"structure key {key['structure']}, made of")
     for name, value in key["components"].items():
         console.print(f"  {name}: {_shown(value)}")
+
+
+def _groups(weights: list[dict[str, Any]]) -> dict[tuple[str, str, str, str], list[dict[str, Any]]]:
+    groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for entry in weights:
+        groups.setdefault((entry["stored"], entry["format"], entry["or"] or "", entry["reason"]), []).append(entry)
+    return groups
 
 
 def _shown(value: Any) -> str:

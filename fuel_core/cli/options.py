@@ -52,7 +52,10 @@ Threads = Annotated[
 ]
 Device = Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1.")]
 Weights = Annotated[
-    str, typer.Option("--weights", help="How parameters are stored: auto (as in the checkpoint), f32, bf16, f16.")
+    str,
+    typer.Option(
+        "--weights", help="How parameters are stored: auto (as wide as in the checkpoint), f32, bf16, f16, int8, int4."
+    ),
 ]
 Dtype = Annotated[
     str, typer.Option("--dtype", help="Activations and KV cache: auto (the checkpoint's), float32, bfloat16, float16.")

@@ -33,7 +33,7 @@ PACKED_PARAMETERS = ("weight_scale", "weight_scale_and_zero")
 _PACK_ELEMENTS = 1 << 17
 _UNPACK_ELEMENTS = 1 << 18
 # From this many rows on the dense product is the faster one (docs/weights.md).
-DENSE_FROM_ROWS = {"int8": 16, "int4": 32}
+DENSE_FROM_ROWS = {"int8": 24, "int4": 48}
 
 
 @dataclass(frozen=True)
@@ -309,9 +309,12 @@ class Int4Format(_PackedFormat):
         assert layout is not None
         assert first % layout.block == 0
         end = -(-last // layout.block) * layout.block
-        out = torch.empty(shape[1], end - first)
-        _unpack_into(out, stored["weight"], stored["weight_scale_and_zero"], first, layout)
-        return out.t()[: last - first]
+        k, half = shape[1], (end - first) // 2
+        out = torch.empty(k, half // (layout.block // 2), layout.block)
+        halves = _unpack(torch.empty(k, half), stored["weight"], stored["weight_scale_and_zero"], first, layout)
+        for place, piece in zip(layout.nibbles(out), halves, strict=True):
+            place.copy_(piece.view(place.shape))
+        return out.view(k, end - first).t()[: last - first]
 
     def lookup(self, token_ids: Tensor, module: nn.Module) -> Tensor:
         """int64 ``[B, T]`` -> float32 ``[B, T, K]``; unpacks the rows that are asked for and no other."""
@@ -347,26 +350,38 @@ class Int4Format(_PackedFormat):
         layout = int4_layout()
         assert layout is not None
         weight, scale_and_zero = _tensor(module, "weight"), _scale(module, "weight_scale_and_zero")
-        n, k = weight.shape[0], x.shape[1]
-        out = torch.empty(x.shape[0], n, dtype=x.dtype)
-        spans = list(pieces(n, k, layout.block, _UNPACK_ELEMENTS))
-        scratch = torch.empty(k * spans[0][1], dtype=x.dtype)
+        n, k, rows = weight.shape[0], x.shape[1], x.shape[0]
+        out = torch.empty(rows, n, dtype=x.dtype)
+        spans = list(pieces(n, k, layout.block, 2 * _UNPACK_ELEMENTS))
+        scratch = torch.empty(k * spans[0][1] // 2, dtype=x.dtype)
         for first, last in spans:
-            piece = scratch[: k * (last - first)].view(k, last - first)
-            _unpack_into(piece, weight, scale_and_zero, first, layout)
-            torch.mm(x, piece, out=out[:, first:last])
+            half = (last - first) // 2
+            piece = scratch[: k * half].view(k, half)
+            places = layout.nibbles(out[:, first:last].unflatten(1, (-1, layout.block)))  # type: ignore[no-untyped-call]
+            for place, _ in zip(places, _unpack(piece, weight, scale_and_zero, first, layout), strict=True):
+                place.copy_(torch.mm(x, piece).view(rows, -1, layout.block // 2))
         return out
 
 
-def _unpack_into(out: Tensor, weight: Tensor, scale_and_zero: Tensor, first: int, layout: _Layout) -> None:
-    """Write the rows from ``first`` on to ``out [K, n]``, transposed; n whole blocks."""
-    k, n = out.shape
-    blocks = weight[first : first + n].view(n // layout.block, k, layout.block // 2).transpose(0, 1)
-    low, high = layout.nibbles(out.view(k, n // layout.block, layout.block))
-    low.copy_((blocks & 15).view(torch.int8) - 8)
-    high.copy_((blocks >> 4).view(torch.int8) - 8)
-    scale, zero = scale_and_zero[:, first : first + n].to(out.dtype).unbind(-1)  # [K/32, n] each
-    out.view(k // GROUP, GROUP, n).mul_(scale.unsqueeze(1)).add_(zero.unsqueeze(1))
+def _unpack(piece: Tensor, weight: Tensor, scale_and_zero: Tensor, first: int, layout: _Layout) -> Iterator[Tensor]:
+    """Fill ``piece [K, n / 2]`` with the rows from ``first`` on, transposed: those in low nibbles, then the others.
+
+    Each half is one contiguous sweep; putting the two in order is left to the caller, whose result is smaller.
+    """
+    k, half = piece.shape
+    width = layout.block // 2
+    n = 2 * half
+    # Columns of a block are moved whole, 16 bytes at a time where there are so many.
+    whole = torch.complex128 if width % 16 == 0 else torch.int64
+    blocks = weight[first : first + n].view(whole).view(half // width, k, -1)
+    packed = blocks.transpose(0, 1).contiguous().view(torch.uint8).view(k, half)
+    by_block = scale_and_zero[:, first : first + n].unflatten(1, (-1, layout.block))  # type: ignore[no-untyped-call]
+    scales, zeros = (layout.nibbles(part) for part in by_block.to(piece.dtype).unbind(-1))
+    for codes, scale, zero in zip((packed & 15, packed >> 4), scales, zeros, strict=True):
+        piece.copy_(codes.view(torch.int8) - 8)
+        groups = piece.view(k // GROUP, GROUP, half)
+        groups.mul_(scale.reshape(-1, 1, half)).add_(zero.reshape(-1, 1, half))
+        yield piece
 
 
 def _coded(source: Rows, first: int, last: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fuel_core.backbone import DecodeBackbone, PersistentDecodeModel
-from fuel_core.decode_shape import Difference
+from fuel_core.decode_shape import Difference, ShapeKey
 from fuel_core.errors import GeometryError, PlanError
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode.context import InferenceContext
@@ -66,8 +66,10 @@ def check_step(model: PersistentDecodeModel, n_tokens: int, cache: KvCache, ctx:
     """
     where = f"{model.decode_family()}::{entry}"
     cache.check_room(n_tokens, where)
-    specs = tuple(model.layer_state_specs())
-    if cache.specs != specs:
+    specs = model.state_specs
+    if cache.specs is not specs and cache.specs == specs:
+        cache.specs = specs  # equal: the next comparison is one of identity
+    if cache.specs is not specs:
         if cache.n_layers != len(specs):
             raise GeometryError(
                 f"{where}: the model has {len(specs)} layers, the KV cache {cache.n_layers}; allocate the cache from "
@@ -101,13 +103,18 @@ def _check_weights(model: DecodeBackbone, cache: KvCache, entry: str) -> None:
 
 
 def session_key(
-    model: PersistentDecodeModel, cache: KvCache, ctx: InferenceContext, backend: str | None = None
+    model: PersistentDecodeModel,
+    cache: KvCache,
+    ctx: InferenceContext,
+    backend: str | None = None,
+    shape_key: ShapeKey | None = None,
 ) -> SessionKey:
     """The key that a held plan must match to serve the next single-token step.
 
-    backend: the one to serve it on; without it, the one that the context has chosen for the model.
+    backend: the one to serve it on; without it, the one that the context has chosen for the model. shape_key: the
+    model's, where the caller has asked for it in this step (asking looks at every weight).
     """
-    shape_key = model.decode_shape_key()
+    shape_key = shape_key or model.decode_shape_key()
     return SessionKey(
         seq=1,
         max_seq_len=cache.max_seq_len,
@@ -303,7 +310,7 @@ def _compiled_plan(
 
 
 def choose_backend(
-    model: DecodeBackbone, cache: KvCache, ctx: InferenceContext, keep: str | None = None
+    model: DecodeBackbone, cache: KvCache, ctx: InferenceContext, shape_key: ShapeKey, keep: str | None = None
 ) -> tuple[str, Difference | None]:
     """The backend for the next single-token step, and the move where it is one to a faster backend.
 
@@ -312,7 +319,7 @@ def choose_backend(
     """
     if not ctx.may_compile:
         return ctx.backend, None
-    shape_key, moved = model.decode_shape_key(), None
+    moved = None
     if not ctx.is_chosen(shape_key, cache.dtype):
         program = _step_program(model, cache, ctx)
         if ctx.plan == "compiled":

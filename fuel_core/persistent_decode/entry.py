@@ -230,8 +230,9 @@ def forward_with_kv_context_persistent(
             ctx.record(Disposition.KEPT if slot.session else Disposition.ABSENT, fresh)
             return logits
         check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
-        backend, _ = choose_backend(model, cache, ctx)
-        return _persistent(model, ids, cache, ctx, slot, None, session_key(model, cache, ctx, backend))
+        shape_key = model.decode_shape_key()
+        backend, _ = choose_backend(model, cache, ctx, shape_key)
+        return _persistent(model, ids, cache, ctx, slot, None, session_key(model, cache, ctx, backend, shape_key))
 
 
 def forward_decode_step(
@@ -257,8 +258,9 @@ def forward_decode_step(
             ctx.record(Disposition.KEPT if ctx.sessions else Disposition.ABSENT, fresh)
             return logits
         check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
-        backend, handover = choose_backend(model, cache, ctx, keep_backend)
-        now = session_key(model, cache, ctx, backend)
+        shape_key = model.decode_shape_key()
+        backend, handover = choose_backend(model, cache, ctx, shape_key, keep_backend)
+        now = session_key(model, cache, ctx, backend, shape_key)
         moved = ctx.drop_stale_epochs(now) or handover
         slot, nearest = ctx.take_slot(now)
         try:

@@ -35,6 +35,7 @@ class Job:
 
     def __init__(self, process: subprocess.Popen[bytes], log: IO[bytes], keys: Sequence[str]) -> None:
         self.process, self.keys, self._log = process, tuple(keys), log
+        self._said: str | None = None
 
     @property
     def running(self) -> bool:
@@ -47,15 +48,20 @@ class Job:
         except BaseException:
             self.process.kill()
             self.process.wait()
+            self._log.close()
             raise
 
     def failure(self) -> str | None:
         """Why the process failed, in one line; None where it did not."""
-        if self.process.poll() in (None, 0):
+        if self.running:
             return None
-        self._log.seek(0)
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1][:300] if lines else f"exit status {self.process.returncode}"
+        if not self._log.closed:
+            self._log.seek(0)
+            lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+            self._log.close()
+            if self.process.returncode:
+                self._said = lines[-1][:300] if lines else f"exit status {self.process.returncode}"
+        return self._said
 
 
 def part(key: str, recording: Recording) -> dict[str, Any]:

@@ -168,6 +168,7 @@ class Library:
     """The code of this process: what is loaded, what was refused, and the one build that may be running."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
+    """Never held while something is built: decoding threads take it."""
     loaded: dict[str, NativeCode] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     job: build_job.Job | None = None
@@ -257,9 +258,11 @@ class Library:
                     if self.refused.pop(key, None) is not None or self._is_refused(cache, key):
                         cache.remove(key)
             missing = self._missing(cache, program)
-            failure = self._run(cache, program, missing) if missing else None
+        failure = self._run(cache, program, missing) if missing else None
+        made = {segment.name for segment in missing}
+        with self.lock:
             for segment in program.compilable:
-                results.append(self._outcome(cache, segment, failure, built=segment in missing))
+                results.append(self._outcome(cache, segment, failure, built=segment.name in made))
         return results
 
     def _is_refused(self, cache: CodeCache, key: str) -> bool:
@@ -273,8 +276,13 @@ class Library:
         missing = []
         for segment in program.compilable:
             key = self.key(segment.recording)
-            lost = key in self.loaded and self.loaded[key].lost is not None
-            if key not in self.refused and not lost and not cache.has(key):
+            if key in self.loaded or key in self.refused:
+                continue
+            try:
+                entry = cache.find(key)
+            except CacheUnusable:
+                entry = None  # and why, whoever builds will say
+            if entry is None:
                 missing.append(segment)
         return missing
 
