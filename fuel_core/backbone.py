@@ -422,7 +422,9 @@ class _WeightSnapshot:
 
     def __init__(self, model: nn.Module) -> None:
         # Places that hold nothing yet count: a bias or an adapter put there later changes what the model computes.
-        self.places = [held for m in model.modules() for held in (m._parameters, m._buffers, m._modules)]
+        self.places: list[dict[str, Any]] = [
+            held for m in model.modules() for held in (m._parameters, m._buffers, m._modules)
+        ]
         self.filled = [held for held in self.places if held]
         # What stands there, kept alive so that no id can be taken over by another object.
         self.held = [value for held in self.filled for value in held.values()]

@@ -24,7 +24,6 @@ A message names what was expected, what was found and what to do next, in one li
     │       └── TopologyChanged        a held plan no longer is what was built
     ├── ConversationError              a saved conversation that cannot be read or written
     ├── BackendUnavailableError        the plan backend asked for cannot run here
-    ├── CodeCacheError                 the folder for built code cannot be used or trusted
     └── GenerationError                generation parameters or logits that cannot be used
         └── NonFiniteLogitsError       NaN or infinite logits where a token had to be chosen
 """
@@ -39,7 +38,6 @@ __all__ = [
     "CheckpointCorruptError",
     "CheckpointError",
     "CheckpointNotFoundError",
-    "CodeCacheError",
     "ConfigError",
     "ConversationError",
     "DecodeError",
@@ -142,10 +140,6 @@ class RecordingError(PlanError):
 
 class TopologyChanged(PlanError):
     """A held plan's op list, or its backend, is no longer the one that was built."""
-
-
-class CodeCacheError(FuelError):
-    """The folder that keeps machine code between processes cannot be used or trusted."""
 
 
 class BackendUnavailableError(FuelError):

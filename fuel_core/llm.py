@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, overloa
 
 import torch
 
+from fuel_core import native
 from fuel_core.checkpoint import load_weights, open_checkpoint
 from fuel_core.checkpoint.weights import check_layer_count
 from fuel_core.discovery import family_for
@@ -125,6 +126,8 @@ def load(
     if place.type == "meta":
         raise ConfigError("device: one that computes expected, found 'meta', which has no memory; use device='cpu'")
     checkpoint = open_checkpoint(path)
+    if place.type == "cpu":
+        native.prepare()
     serving = family_for(checkpoint, prefer=family)
     config = serving.resolve_config(checkpoint.raw)
     check_layer_count(config, checkpoint, serving)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 from plugin_site import site
@@ -22,6 +23,19 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     elif not native.is_active():
         pytest.skip(f"no kernels: {native.status()}")
     return name
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The kernels are there before the first test, here and in every process that a test starts."""
+    from fuel_core import native
+    from fuel_core.native import build
+
+    library = build.library(patience=None)
+    if library is not None and native.is_active():
+        cache = tmp_path_factory.getbasetemp() / "fuel-cache"
+        cache.mkdir(mode=0o700)
+        shutil.copytree(library.parent, cache / library.parent.parent.name / library.parent.name)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from fuel_core.plan_backends import build_job, compiled, lowering
-from fuel_core.plan_backends.code_cache import CodeCache
+from fuel_core.code_cache import CodeCache
 from fuel_core.plan_backends.recording import Recording
 
 

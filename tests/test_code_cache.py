@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from fuel_core.plan_backends import code_cache
-from fuel_core.plan_backends.code_cache import CacheUnusable, CodeCache
+from fuel_core import code_cache
+from fuel_core.code_cache import CacheUnusable, CodeCache
 
 FILES = {"code/data/model/a.wrapper.so": b"\x7fELF" + bytes(range(256)) * 40, "code/data/model/a.json": b"{}" * 200}
 
@@ -224,7 +224,7 @@ def test_whoever_stores_second_keeps_the_first(cache: CodeCache) -> None:
 SCRIPT = """
 import sys
 from pathlib import Path
-from fuel_core.plan_backends.code_cache import CodeCache
+from fuel_core.code_cache import CodeCache
 cache = CodeCache(Path(sys.argv[1]))
 for n in range(20):
     with cache.lock(f"k{n}"):
@@ -246,7 +246,7 @@ def test_processes_at_work_on_the_same_entries_make_each_once(cache: CodeCache) 
 
 
 def test_a_lock_ends_with_its_process(cache: CodeCache) -> None:
-    held = "import sys, os; from pathlib import Path; from fuel_core.plan_backends.code_cache import CodeCache\n"
+    held = "import sys, os; from pathlib import Path; from fuel_core.code_cache import CodeCache\n"
     held += f"with CodeCache(Path({str(cache.root)!r})).lock('k'): os._exit(3)"
     assert subprocess.run([sys.executable, "-c", held], timeout=120).returncode == 3
     with cache.lock("k"):

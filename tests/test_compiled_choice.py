@@ -27,7 +27,7 @@ from fuel_core.persistent_decode import (
     forward_with_kv_context_persistent,
 )
 from fuel_core.plan_backends import build_job, compiled, recording
-from fuel_core.plan_backends.code_cache import CodeCache
+from fuel_core.code_cache import CodeCache
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 
@@ -474,7 +474,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from fuel_core.plan_backends import build_job
-from fuel_core.plan_backends.code_cache import CodeCache
+from fuel_core.code_cache import CodeCache
 job = build_job.start(CodeCache(Path(sys.argv[1])), [{"key": "k"}], background=True)
 print(job.process.pid)
 """

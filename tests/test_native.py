@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fuel_core import code_cache, native
-from fuel_core.errors import CodeCacheError
+from fuel_core import native
 from fuel_core.native import build, ops
 
 Matrix = native.Matrix
@@ -245,34 +244,20 @@ def fresh(cache: Path, **env: str) -> str:
     return done.stdout
 
 
-def built(cache: Path) -> Path:
-    (path,) = (cache / "native").glob("*.so")
-    return path
-
-
 @active
 def test_kernels_are_built_once_and_only_trusted_whole(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     assert fresh(cache).startswith("True")
-    path = built(cache)
-    assert cache.stat().st_mode & 0o777 == path.parent.stat().st_mode & 0o777 == 0o700
-    assert sorted(p.name for p in path.parent.iterdir()) == [path.name, f"{path.name}.sha256"], "nothing left beside it"
+    (path,) = cache.rglob("*.so")
     first = path.stat().st_mtime_ns
     assert fresh(cache).startswith("True")
     assert path.stat().st_mtime_ns == first, "found, not built again"
-
-    # Cut short, and changed inside: such files load without an error, or kill the process.
+    # Changed inside: such a file loads without an error, or kills the process.
     whole = path.read_bytes()
-    for broken in (whole[: len(whole) // 2], whole[:9000] + bytes(2000) + whole[11000:]):
-        path.write_bytes(broken)
-        assert not code_cache.verified(path)
-        assert not path.exists()
-        path.write_bytes(broken)
-        path.with_name(f"{path.name}.sha256").write_text("0" * 64)
-        assert fresh(cache).startswith("True")
-        assert path.read_bytes() == whole
-    path.with_name(f"{path.name}.sha256").unlink()
+    path.write_bytes(whole[:9000] + bytes(2000) + whole[11000:])
     assert fresh(cache).startswith("True")
+    (path,) = cache.rglob("*.so")
+    assert path.read_bytes() == whole
 
 
 @active
@@ -287,33 +272,7 @@ def test_without_the_kernels_torch_does_the_work(tmp_path: Path) -> None:
     assert f"False | {failing} failed: cannot do this" in fresh(tmp_path / "empty", CXX=str(failing))
     blocked = tmp_path / "file"
     blocked.write_text("")
-    assert "a writable folder for built code expected" in fresh(blocked)
-
-
-def test_somebody_elses_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FUEL_CACHE", str(tmp_path / "cache"))
-    folder = code_cache.owned_folder("native")
-    monkeypatch.setattr(os, "getuid", lambda: 123456)
-    with pytest.raises(CodeCacheError, match="a folder of this user expected, found one of user"):
-        code_cache.owned_folder("native")
-    monkeypatch.undo()
-    monkeypatch.setenv("FUEL_CACHE", str(tmp_path / "cache"))
-    folder.chmod(0o777)
-    assert code_cache.owned_folder("native").stat().st_mode & 0o777 == 0o700
-
-
-def test_a_full_disk_leaves_nothing_that_could_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, path = tmp_path / "made", tmp_path / "kept.so"
-    made.write_bytes(b"code")
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        code_cache.publish(made, path)
-    assert not code_cache.verified(path)
-    assert [p.name for p in tmp_path.iterdir()] == ["made"]
+    assert "expected a folder, found a file" in fresh(blocked)
 
 
 def test_a_layout_nobody_knows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,8 @@ def test_a_recording_serves_every_position_from_one_to_the_last(name: str, path:
 
 # -- nothing extra ---------------------------------------------------------------------------------------------------
 
-PRODUCT = {"torch": "aten.linear.default", "native": "fuel.dense_mv.default"}
+# The toy's down projection is 136 wide, and the kernels want a multiple of 16.
+PRODUCT = {"torch": "aten.linear.default", "native": "fuel.product.default"}
 HEADS = ["aten.view.default", "aten.transpose.int"]
 ROTATE = [
     "aten.chunk.default", "getitem", "getitem", "aten.mul.Tensor", "aten.neg.default", "aten.cat.default",
@@ -150,12 +151,17 @@ def attend_ops(path: str, kernels: str) -> list[str]:
 
 
 def layer_ops(path: str, kernels: str) -> tuple[str, ...]:
-    project = [PRODUCT[kernels]]
-    biased = [*project, *(["aten.add.Tensor"] if kernels == "native" else [])]
+    product, linear = PRODUCT[kernels], PRODUCT["torch"]
+    if kernels == "native":  # the products of one input are one op
+        split = ["aten.split_with_sizes.default", "getitem", "getitem"]
+        qkv = ["fuel.product3.default", *split, "getitem", *["aten.add.Tensor"] * 3]
+        gate_up = ["fuel.product2.default", *split]
+    else:
+        qkv, gate_up = [linear] * 3, [linear] * 2
     return (
-        "aten.rms_norm.default", *biased * 3, *HEADS * 3, *ROTATE, *WRITE[path], *WRITE[path], *ROTATE, *READ[path],
-        *attend_ops(path, kernels), *project, "aten.add.Tensor",
-        "aten.rms_norm.default", *project * 2, "aten.silu.default", "aten.mul.Tensor", *project, "aten.add.Tensor",
+        "aten.rms_norm.default", *qkv, *HEADS * 3, *ROTATE, *WRITE[path], *WRITE[path], *ROTATE, *READ[path],
+        *attend_ops(path, kernels), product, "aten.add.Tensor",
+        "aten.rms_norm.default", *gate_up, "aten.silu.default", "aten.mul.Tensor", linear, "aten.add.Tensor",
     )  # fmt: skip
 
 

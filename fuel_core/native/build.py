@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import hashlib
@@ -16,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fuel_core import code_cache
-from fuel_core.errors import CodeCacheError
+from fuel_core.code_cache import CacheUnusable, CodeCache
 
 __all__ = ["compiler", "library", "prepare", "status"]
 
@@ -31,10 +31,11 @@ _PATIENCE = 2.0
 @dataclass
 class _Build:
     process: subprocess.Popen[bytes]
-    made: Path
-    path: Path
+    folder: Path
+    key: str
 
 
+_FILE = "kernels.so"
 _lock = threading.Lock()
 _running: _Build | None = None
 _problem: str | None = None
@@ -94,20 +95,21 @@ def prepare() -> None:
             _problem = "no C++ compiler (g++ or clang++) on the path"
         if _problem is not None or cxx is None:
             return
+        cache, key = CodeCache.of_this_user(), _key(cxx)
         try:
-            path = code_cache.owned_folder("native") / f"{_key(cxx)}.so"
-            if code_cache.verified(path):
+            cache.prepare()
+            if cache.find(key) is not None:
                 return
-            made = Path(tempfile.mkdtemp(dir=path.parent)) / path.name
+            folder = Path(tempfile.mkdtemp(prefix="fuel-"))
             torch_lib = Path(torch.__file__).parent / "lib"
-            command = [cxx, *_FLAGS, str(_SOURCE), "-o", str(made), f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
+            command = [cxx, *_FLAGS, str(_SOURCE), "-o", str(folder / _FILE), f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
             )
-        except (CodeCacheError, OSError, subprocess.SubprocessError) as error:
+        except (CacheUnusable, OSError, subprocess.SubprocessError) as error:
             _problem = str(error)
             return
-        _running = _Build(process, made, path)
+        _running = _Build(process, folder, key)
 
 
 def library(patience: float | None = _PATIENCE) -> Path | None:
@@ -117,36 +119,60 @@ def library(patience: float | None = _PATIENCE) -> Path | None:
     with _lock:
         if _problem is not None:
             return None
-        if _running is None:
-            cxx = compiler()
-            assert cxx is not None
-            return code_cache.owned_folder("native") / f"{_key(cxx)}.so"
-        build = _running
+        cxx = compiler()
+        assert cxx is not None
+        if _running is not None:
+            build = _running
+            try:
+                _, errors = build.process.communicate(timeout=patience)
+            except subprocess.TimeoutExpired:
+                _problem = (
+                    f"the compiler took more than {patience:g} s beside loading; the next process finds the kernels"
+                )
+                threading.Thread(target=_finish, args=(build,), daemon=True).start()
+                return None
+            _running = None
+            _problem = _keep(build, errors)
+            if _problem is not None:
+                return None
         try:
-            _, errors = build.process.communicate(timeout=patience)
-            if build.process.returncode:
-                lines = errors.decode(errors="replace").strip().splitlines()
-                _problem = f"{compiler()} failed: {lines[0] if lines else build.process.returncode}"
-            else:
-                code_cache.publish(build.made, build.path)
-        except subprocess.TimeoutExpired:
-            _problem = f"the compiler took more than {patience:g} s beside loading; the next process finds the kernels"
-            threading.Thread(target=_finish, args=(build,), daemon=True).start()
+            entry = CodeCache.of_this_user().find(_key(cxx))
+        except CacheUnusable as error:
+            _problem = str(error)
             return None
-        except OSError as error:
-            _problem = f"{build.path.parent}: cannot keep the kernels ({error.strerror})"
-        _running = None
-        shutil.rmtree(build.made.parent, ignore_errors=True)
-        return build.path if _problem is None else None
+        if entry is None:
+            _problem = "removed from the code cache since they were built"
+            return None
+        return entry.folder / _FILE
+
+
+def _keep(build: _Build, errors: bytes) -> str | None:
+    """Store what the compiler made; returns why that was not possible."""
+    try:
+        if build.process.returncode:
+            lines = errors.decode(errors="replace").strip().splitlines()
+            return f"{compiler()} failed: {lines[0] if lines else build.process.returncode}"
+        files = {_FILE: (build.folder / _FILE).read_bytes()}
+        CodeCache.of_this_user().store(build.key, files, {"kind": "kernels"})
+    except (CacheUnusable, OSError) as error:
+        return str(error)
+    finally:
+        shutil.rmtree(build.folder, ignore_errors=True)
+    return None
+
+
+@atexit.register
+def _abandon() -> None:
+    """A process that ends before it needed the kernels leaves nothing behind."""
+    if _running is not None:
+        _running.process.kill()
+        shutil.rmtree(_running.folder, ignore_errors=True)
 
 
 def _finish(build: _Build) -> None:
     """Keep for the next process what was built too late for this one."""
-    build.process.communicate()
-    if not build.process.returncode:
-        with contextlib.suppress(OSError):
-            code_cache.publish(build.made, build.path)
-    shutil.rmtree(build.made.parent, ignore_errors=True)
+    _, errors = build.process.communicate()
+    _keep(build, errors)
 
 
 def status() -> str:
@@ -154,4 +180,4 @@ def status() -> str:
     if _problem is not None:
         return _problem
     cxx = compiler()
-    return "not built" if cxx is None else f"{code_cache.cache_root() / 'native' / _key(cxx)}.so"
+    return "not built" if cxx is None else f"{CodeCache.of_this_user().root} ({_key(cxx)[:12]})"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fuel_core import __version__
-from fuel_core.plan_backends.code_cache import CacheUnusable, CodeCache
+from fuel_core.code_cache import CacheUnusable, CodeCache
 from fuel_core.plan_backends.graph_text import read_graph, write_graph
 from fuel_core.plan_backends.recording import Layout, Recording, TensorLayout
 

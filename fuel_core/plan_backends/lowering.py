@@ -70,7 +70,6 @@ _EXAMPLE = {"cached_len": 91, "attended_len": 92, "window_start": 37}
 _ONE = torch.empty(1)
 
 
-
 def bound_of(recording: Recording) -> float:
     """How far code may be from its recording (0 for a dtype nobody calibrated)."""
     assert recording.layout is not None

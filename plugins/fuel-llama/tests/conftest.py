@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,19 @@ import torch
 def _one_thread() -> None:
     """The models are so small that a second thread only waits."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The kernels are there before the first test, here and in every process that a test starts."""
+    from fuel_core import native
+    from fuel_core.native import build
+
+    library = build.library(patience=None)
+    if library is not None and native.is_active():
+        cache = tmp_path_factory.getbasetemp() / "fuel-cache"
+        cache.mkdir(mode=0o700)
+        shutil.copytree(library.parent, cache / library.parent.parent.name / library.parent.name)
 
 
 @pytest.fixture(autouse=True)
