@@ -45,9 +45,12 @@ __all__ = [
     "Discovery",
     "FamilyRecord",
     "FamilyWarning",
+    "RequirementFound",
     "Status",
     "families",
     "family_for",
+    "faulty_preferences",
+    "requirements",
     "strict_setting",
 ]
 
@@ -405,6 +408,21 @@ def _field(distribution: importlib_metadata.IDistribution, name: str) -> str:
         return ""
 
 
+def faulty_preferences(records: Iterable[FamilyRecord]) -> list[str]:
+    """What is wrong with FUEL_PREFER as it is set, one line each: it cannot be read, or names what is not there."""
+    try:
+        preferences = _preferences()
+    except FamilyConflictError as error:
+        return [str(error)]
+    there = {_canonical(record.distribution) for record in records}
+    return [
+        f"FUEL_PREFER: {name}={distribution} names a distribution that publishes no family here; "
+        f"expected one of {', '.join(sorted(there - {''})) or 'none'}"
+        for name, distribution in preferences.items()
+        if _canonical(distribution) not in there
+    ]
+
+
 def _distributions() -> Iterator[tuple[importlib_metadata.IDistribution, tuple[str, ...]]]:
     """Distributions that publish something of ours, each name once, with what is wrong about their metadata.
 
@@ -454,31 +472,58 @@ def _scan() -> list[FamilyRecord]:
     return records
 
 
-def _violated_requirements(distribution: importlib_metadata.IDistribution) -> Iterator[str]:
-    """What is installed otherwise than `distribution` asks. Only said: the API number alone decides whether it fits."""
-    try:
-        lines = list(distribution.requires or ())
-    except Exception:
-        return
-    for line in lines:
+@dataclass(frozen=True)
+class RequirementFound:
+    """One requirement of a distribution, and what is installed: `found` is None where nothing is."""
+
+    name: str
+    specifier: str
+    found: str | None
+    fits: bool
+    fault: str = ""
+    """Why the requirement cannot be read; the name is the whole line then."""
+
+    @property
+    def asked(self) -> str:
+        """`name>=1`, for messages."""
+        return f"{self.name}{self.specifier}"
+
+
+def requirements(distribution: importlib_metadata.IDistribution) -> Iterator[RequirementFound]:
+    """What `distribution` requires here without extras, against what is installed. Metadata alone; imports nothing."""
+    for line in distribution.requires or ():
         try:
             wanted = Requirement(line)
             if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
                 continue
         except (InvalidRequirement, UndefinedEnvironmentName) as error:
-            yield f"has a requirement that cannot be read: {' '.join(str(error).split())}"
+            yield RequirementFound(line, "", None, False, " ".join(str(error).split()))
             continue
-        asked = f"{wanted.name}{wanted.specifier}"
-        try:
-            found = _field(importlib_metadata.distribution(wanted.name), "Version")
-        except importlib_metadata.PackageNotFoundError:
+        specifier, found, fits = str(wanted.specifier), None, False
+        with contextlib.suppress(importlib_metadata.PackageNotFoundError):
+            found = _field(importlib_metadata.distribution(wanted.name), "Version") or "unknown"
+            try:
+                fits = wanted.specifier.contains(Version(found), prereleases=True)
+            except InvalidVersion:
+                fits = True  # it cannot be compared, so nothing can be said
+        yield RequirementFound(wanted.name, specifier, found, fits)
+
+
+def _violated_requirements(distribution: importlib_metadata.IDistribution) -> Iterator[str]:
+    """What is installed otherwise than `distribution` asks. Only said: the API number alone decides whether it fits."""
+    try:
+        needs = list(requirements(distribution))
+    except Exception:  # unreadable metadata
+        return
+    for need in needs:
+        if need.fault:
+            yield f"has a requirement that cannot be read: {need.fault}"
+        elif need.found is None:
             # Run from a checkout, the core has no metadata; it is there all the same.
-            if _canonical(wanted.name) != "fuel-core":
-                yield f"requires {asked}, which is not installed"
-            continue
-        with contextlib.suppress(InvalidVersion):
-            if not wanted.specifier.contains(Version(found), prereleases=True):
-                yield f"requires {asked}, found {wanted.name} {found}"
+            if _canonical(need.name) != "fuel-core":
+                yield f"requires {need.asked}, which is not installed"
+        elif not need.fits:
+            yield f"requires {need.asked}, found {need.name} {need.found}"
 
 
 def _without_module(value: str, distribution: str) -> str:

@@ -8,6 +8,7 @@ import typer
 
 from fuel_core.cli.bench import bench
 from fuel_core.cli.chat import chat
+from fuel_core.cli.doctor import doctor
 from fuel_core.cli.families import families
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import inspect
@@ -28,6 +29,7 @@ app.command(rich_help_panel=RUN)(generate)
 app.command(rich_help_panel=RUN)(chat)
 app.command(rich_help_panel=LOOK)(inspect)
 app.command(rich_help_panel=LOOK)(bench)
+app.command(rich_help_panel=LOOK)(doctor)
 app.command(rich_help_panel=EXTEND)(families)
 
 

@@ -47,8 +47,8 @@ def unusable(records: Sequence[FamilyRecord]) -> list[FamilyRecord]:
     return [record for record in records if record.status not in good]
 
 
-def print_families(records: Sequence[FamilyRecord]) -> None:
-    """The table on stdout; what is wrong, and why, on stderr."""
+def print_families(records: Sequence[FamilyRecord], *, faults: bool = True) -> None:
+    """The table on stdout; with `faults`, what is wrong, and why, on stderr. Tracebacks go there in any case."""
     if not records:
         print("No family is installed. Families are separate packages: see docs/families.md")
         return
@@ -65,7 +65,7 @@ def print_families(records: Sequence[FamilyRecord]) -> None:
     stdout_console().print(shown)
     for record in records:
         for line in (record.detail, *record.warnings):
-            if line:
+            if line and faults:
                 note(f"{record.name}: {line}")
         if record.traceback:
             note(record.traceback.rstrip())
