@@ -22,7 +22,7 @@ def _old() -> None:
 
 
 def test_warning_names_replacement_removal_and_the_calling_line() -> None:
-    with pytest.warns(DeprecationWarning) as caught:
+    with pytest.warns(DeprecationWarning, match="old") as caught:
         _old()
     (warning,) = caught
     assert str(warning.message) == "old() is deprecated and goes away in fuel-core 0.3; use new()"
