@@ -4,6 +4,7 @@ from fuel_core.persistent_decode.build import DataConsts, build_decode_graph
 from fuel_core.persistent_decode.context import DecodeStats, InferenceContext, PlanEvent
 from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
 from fuel_core.persistent_decode.entry import (
+    check_arguments,
     drop_decode_session,
     forward_decode_step,
     forward_with_kv_context,
@@ -24,6 +25,7 @@ __all__ = [
     "SessionSlot",
     "Validity",
     "build_decode_graph",
+    "check_arguments",
     "drop_decode_session",
     "forward_decode_step",
     "forward_with_kv_context",
