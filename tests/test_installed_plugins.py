@@ -406,3 +406,27 @@ def test_nothing_installed_is_said_with_what_to_do(empty: Environment) -> None:
     done = empty.run("-c", INSPECT, "zebra")
     assert done.stderr.endswith("\n2\n")
     assert "No installed family handles model_type 'zebra' (installed: none)" in done.stderr
+
+
+# -- fuel doctor
+
+
+def test_doctor_lists_what_each_bad_plugin_means_and_the_rest_of_the_installation(crowd: Environment) -> None:
+    done = crowd.fuel("doctor", "--json", FUEL_CACHE=str(crowd.folder / "cache"))
+    assert done.returncode == 2
+    report = json.loads(done.stdout)
+    assert report["torch"]["error"] is None
+    assert report["core"]["folder"] == str(crowd.site / "fuel_core")
+    bad = {name for name, (listed, _, _) in STATUSES.items() if listed in ("broken", "incompatible")}
+    assert len(report["problems"]) == len(bad), report["problems"]
+    for name in bad:
+        assert any(line.startswith(f"family {name!r} (acme-") for line in report["problems"])
+    assert any("acme-needs 1.0 requires torch<1" in line for line in report["remarks"])
+    assert done.stderr.count("problem: ") == len(bad)
+
+
+def test_doctor_finds_nothing_broken_where_nothing_but_the_core_is_installed(empty: Environment) -> None:
+    done = empty.fuel("doctor", FUEL_CACHE=str(empty.folder / "cache"))
+    assert done.returncode == 0
+    assert "remark: no family is installed, so no model can be served" in done.stderr
+    assert "problem" not in done.stderr
