@@ -279,8 +279,6 @@ class Discovery:
         entry = importlib_metadata.EntryPoint(name=record.name, value=record.module, group="fuel_core.families")
         before = set(sys.modules)
         try:
-            # A package may have been installed while this process ran.
-            importlib.invalidate_caches()
             with _stdout_kept():
                 plugin: object = importlib.import_module(entry.module)
                 for attribute in entry.attr.split(".") if entry.attr else ():
@@ -534,10 +532,13 @@ def _without_module(value: str, distribution: str) -> str:
         return f"its entry point {value!r} names no module: expected MODULE or MODULE:ATTRIBUTE"
     package = module.partition(".")[0]
     try:
-        there = package in sys.modules or importlib.util.find_spec(package) is not None
+        if package in sys.modules or importlib.util.find_spec(package) is not None:
+            return ""
+        # It may have been installed while this process ran, within the resolution of a folder's time stamp.
+        importlib.invalidate_caches()
+        if importlib.util.find_spec(package) is not None:
+            return ""
     except Exception:  # a finder that fails here fails the import as well, and says more there
-        there = True
-    if there:
         return ""
     return f"its module {package!r} is not there, only its metadata: install {distribution} again, or uninstall it"
 
