@@ -10,13 +10,16 @@ Three entry-point groups are read:
     fuel_core.model_types          config.json model_type -> plugin module
     fuel_core.gguf_architectures   GGUF general.architecture -> plugin module
 
-Two environment variables matter, read at every call: `FUEL_FAMILIES` (comma-separated families that may load; empty:
-none) and `FUEL_PREFER` (comma-separated NAME=DISTRIBUTION, for a name that two distributions claim).
+Three environment variables matter, read at every call: `FUEL_FAMILIES` (comma-separated families that may load; empty:
+none), `FUEL_PREFER` (comma-separated NAME=DISTRIBUTION, for a name that two distributions claim) and `FUEL_STRICT` (1:
+what would be a warning is an error).
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import importlib.util
 import os
 import re
 import sys
@@ -27,10 +30,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import importlib_metadata
 import pluggy
+from packaging.markers import UndefinedEnvironmentName
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import InvalidVersion, Version
 
 from fuel_core.errors import FamilyBrokenError, FamilyConflictError, FamilyNotFoundError
 from fuel_core.families import FAMILY_API, HOOK_NAMESPACE, Family, FamilyHooks
@@ -39,14 +45,19 @@ __all__ = [
     "Discovery",
     "FamilyRecord",
     "FamilyWarning",
+    "RequirementFound",
     "Status",
     "families",
     "family_for",
+    "faulty_preferences",
+    "requirements",
+    "strict_setting",
 ]
 
 _OUR_GROUPS = "fuel_core."
 _FAMILY_GROUP = re.compile(r"fuel_core\.families(?:\.(.*))?\Z")
-_API_NUMBER = re.compile(r"v([0-9]+)\Z")
+# One spelling for each number, and none that is too long to be one.
+_API_NUMBER = re.compile(r"v(0|[1-9][0-9]{0,8})\Z")
 _MODEL_TYPES = "fuel_core.model_types"
 _GGUF_ARCHITECTURES = "fuel_core.gguf_architectures"
 # Endings of the class names that config.json lists under `architectures` where a model has no head for the next token.
@@ -57,7 +68,7 @@ _NO_LANGUAGE_HEAD = (
 
 
 class FamilyWarning(UserWarning):
-    """A family plugin was skipped; the message names distribution, version and error."""
+    """Something about a family plugin is not as it says; the message names distribution, version and fault."""
 
 
 class Status(StrEnum):
@@ -78,7 +89,8 @@ class FamilyRecord:
 
     `name` is the family, `distribution` and `version` the package, `module` the entry-point value that this core would
     import (None where it fits none), `api` the family-API numbers it is published for. `detail` says in one line why
-    the status is what it is; `traceback` is the text of a failed import. `family` is set once loaded.
+    the status is what it is, `duplicate_of` which packages publish the family too; `warnings` are faults that decide
+    nothing (a violated requirement); `traceback` is the text of a failed import. `family` is set once loaded.
     """
 
     name: str
@@ -90,6 +102,8 @@ class FamilyRecord:
     model_types: tuple[str, ...] = ()
     gguf_architectures: tuple[str, ...] = ()
     detail: str = ""
+    duplicate_of: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     traceback: str | None = None
     family: Family | None = None
 
@@ -110,6 +124,8 @@ class FamilyRecord:
             "model_types": list(self.model_types),
             "gguf_architectures": list(self.gguf_architectures),
             "detail": self.detail,
+            "duplicate_of": list(self.duplicate_of),
+            "warnings": list(self.warnings),
             "traceback": self.traceback,
         }
 
@@ -144,8 +160,7 @@ class Discovery:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._loaded: dict[tuple[str, str, str], _Loaded] = {}
-        self._manager = pluggy.PluginManager(HOOK_NAMESPACE)
-        self._manager.add_hookspecs(FamilyHooks)
+        self._warned: set[str] = set()
 
     def records(self) -> list[FamilyRecord]:
         """Every family that installed distributions publish, by family and distribution. Imports none of them."""
@@ -169,13 +184,18 @@ class Discovery:
         family serve a model_type it does not claim.
 
         Raises FamilyNotFoundError (nobody claims it, or `prefer` matches nothing), FamilyConflictError (several do and
-        nothing chooses), FamilyBrokenError (the one that should serve it is incompatible or does not import).
+        nothing chooses), FamilyBrokenError (the one that should serve it is incompatible or does not import). What
+        decides nothing (a violated requirement, a name in FUEL_FAMILIES that matches nothing) is one FamilyWarning,
+        with FUEL_STRICT=1 an error.
         """
         if checkpoint.format == "gguf":
             what, word = "GGUF architecture", checkpoint.gguf_architecture
         else:
             what, word = "model_type", checkpoint.model_type
         records = self.records()
+        for record in records:
+            if record.status is Status.NOT_FOUND:
+                self._warn(f"FUEL_FAMILIES names {record.name!r}, which no installed distribution publishes")
         if not word:
             raise FamilyNotFoundError(
                 f"The checkpoint states no {what}, so no family can be chosen (installed: {_installed(records)}); "
@@ -184,26 +204,34 @@ class Discovery:
         claims = [r for r in records if word in (r.gguf_architectures if what[0] == "G" else r.model_types)]
         if not claims:
             _refuse_what_generates_nothing(what, word, checkpoint)
-        record = _choose(what, word, claims, records, prefer)
-        loaded = self._load(record)
-        if loaded.error:
+        chosen = _choose(what, word, claims, records, prefer)
+        record = chosen[0]
+        for fault in record.warnings:
+            self._warn(fault)
+        loaded = None if record.status is Status.BROKEN else self._load(record)
+        error = record.detail if loaded is None else loaded.error
+        if loaded is None or error:
+            imported = record.traceback is not None or loaded is not None
             raise FamilyBrokenError(
-                f"{record.package} should serve {what} {word!r}, but {loaded.error}; "
-                f"`fuel families --load` shows the traceback"
+                f"{record.package} should serve {what} {word!r}, but {error}"
+                + ("; `fuel families --load` shows the traceback" if imported else "")
             )
-        family = loaded.families.get(record.name)
-        served = () if family is None else family.gguf_architectures if what[0] == "G" else family.model_types
-        if family is None or word not in served:
-            raise FamilyBrokenError(
-                f"{record.package} publishes {what} {word!r} for family {record.name!r}, but the Family it registers "
-                f"serves {', '.join(served) or 'nothing'}: its metadata and its code disagree"
-            )
-        return family
+        found = [loaded.families[r.name] for r in chosen if r.name in loaded.families]
+        served = [family.gguf_architectures if what[0] == "G" else family.model_types for family in found]
+        for family, words in zip(found, served, strict=True):
+            if word in words:
+                return family
+        raise FamilyBrokenError(
+            f"{record.package} publishes {what} {word!r} for family {record.name!r}, but the Family it registers "
+            f"serves {', '.join(w for words in served for w in words) or 'nothing'}: its metadata and its "
+            "code disagree"
+        )
 
     def load_all(self, *, strict: bool = False) -> list[FamilyRecord]:
         """Import every plugin that may load and return all records.
 
-        A plugin that fails is skipped with one FamilyWarning; with `strict` the first failure raises FamilyBrokenError.
+        A plugin that fails is skipped with one FamilyWarning; with `strict`, or FUEL_STRICT=1, the first failure raises
+        FamilyBrokenError.
         """
         for record in self.records():
             if record.status is not Status.NOT_LOADED:
@@ -213,8 +241,18 @@ class Discovery:
                 message = f"family plugin {record.package} was skipped: {loaded.error}"
                 if strict:
                     raise FamilyBrokenError(message)
-                warnings.warn(message, FamilyWarning, stacklevel=2)
+                self._warn(message)
         return self.records()
+
+    def _warn(self, message: str) -> None:
+        """Say it once; with FUEL_STRICT=1 raise FamilyBrokenError every time."""
+        if strict_setting():
+            raise FamilyBrokenError(f"{message} (an error because of FUEL_STRICT=1)")
+        with self._lock:
+            if message in self._warned:
+                return
+            warnings.warn(message, FamilyWarning, stacklevel=3)
+            self._warned.add(message)  # after: where warnings are errors, each call is one
 
     def _with_outcome(self, record: FamilyRecord) -> FamilyRecord:
         loaded = self._loaded.get(_load_key(record))
@@ -240,52 +278,73 @@ class Discovery:
         assert record.module is not None
         entry = importlib_metadata.EntryPoint(name=record.name, value=record.module, group="fuel_core.families")
         before = set(sys.modules)
-        plugin: object | None = None
         try:
-            module = importlib.import_module(entry.module)
-            plugin = module
-            for attribute in entry.attr.split(".") if entry.attr else ():
-                plugin = getattr(plugin, attribute)
-            found = self._register(plugin, f"{record.distribution}:{record.module}")
-        except (Exception, SystemExit) as error:
-            self._roll_back(plugin, entry.module, before)
-            cause = f"{type(error).__name__}: {' '.join(str(error).split())}".removesuffix(": ")
-            return _Loaded({}, f"{record.module} failed with {cause}", "".join(traceback.format_exception(error)))
-        except BaseException:
+            with _stdout_kept():
+                plugin: object = importlib.import_module(entry.module)
+                for attribute in entry.attr.split(".") if entry.attr else ():
+                    plugin = getattr(plugin, attribute)
+                found = _families_of(plugin, f"{record.distribution}:{record.module}")
+        except KeyboardInterrupt:
             # An interrupt is the user's, not the plugin's: undo, and let it through.
-            self._roll_back(plugin, entry.module, before)
+            _forget(entry.module, before)
             raise
+        except BaseException as error:
+            # SystemExit among them: whatever a plugin raises, it ends the plugin and not the program.
+            _forget(entry.module, before)
+            return _Loaded(
+                {}, f"{record.module} failed with {_cause(error)}", "".join(traceback.format_exception(error))
+            )
         return _Loaded(MappingProxyType(found))
 
-    def _register(self, plugin: object, name: str) -> dict[str, Family]:
-        self._manager.register(plugin, name=name)
-        # register() compares arguments with the specification; this finds hooks that have none (a misspelt name).
-        self._manager.check_pending()
-        found: dict[str, Family] = {}
 
-        def register(family: Family) -> None:
-            if not isinstance(family, Family):
-                raise FamilyBrokenError(f"register() takes a fuel_core.Family, found {type(family).__name__}")
-            if family.name in found:
-                raise FamilyBrokenError(f"family {family.name!r} is registered twice")
-            found[family.name] = family
+def _families_of(plugin: object, name: str) -> dict[str, Family]:
+    """What the hook of `plugin` registers, by name. Raises FamilyBrokenError, and what pluggy or the hook raises.
 
-        others = [other for other in self._manager.get_plugins() if other is not plugin]
-        self._manager.subset_hook_caller("register_families", remove_plugins=others)(register=register)
-        if not found:
-            raise FamilyBrokenError(
-                "it registers no family: expected a @hookimpl register_families(register) that calls register"
-            )
-        return found
+    Each plugin has a manager of its own: nothing a wrong one leaves there is met by the next.
+    """
+    manager = pluggy.PluginManager(HOOK_NAMESPACE)
+    manager.add_hookspecs(FamilyHooks)
+    manager.register(plugin, name=name)
+    # register() compares arguments with the specification; this finds hooks that have none (a misspelt name).
+    manager.check_pending()
+    found: dict[str, Family] = {}
 
-    def _roll_back(self, plugin: object | None, module: str, before: set[str]) -> None:
-        if plugin is not None and self._manager.is_registered(plugin):
-            self._manager.unregister(plugin)
-        # Only the plugin's own half-imported modules go; what it imported from elsewhere may already be in use.
-        package = module.partition(".")[0]
-        for name in set(sys.modules) - before:
-            if name == package or name.startswith(package + "."):
-                del sys.modules[name]
+    def register(family: Family) -> None:
+        if not isinstance(family, Family):
+            raise FamilyBrokenError(f"register() takes a fuel_core.Family, found {type(family).__name__}")
+        if family.name in found:
+            raise FamilyBrokenError(f"family {family.name!r} is registered twice")
+        found[family.name] = family
+
+    manager.hook.register_families(register=register)
+    if not found:
+        raise FamilyBrokenError(
+            "it registers no family: expected a @hookimpl register_families(register) that calls register"
+        )
+    # A copy: a plugin that kept `register` cannot add to what was checked.
+    return dict(found)
+
+
+def _forget(module: str, before: set[str]) -> None:
+    """Drop a plugin's half-imported modules; what it imported from elsewhere may already be in use."""
+    package = module.partition(".")[0]
+    for name in set(sys.modules) - before:
+        if name == package or name.startswith(package + "."):
+            del sys.modules[name]
+
+
+def _stdout_kept() -> contextlib.AbstractContextManager[object]:
+    """What a plugin prints while it is imported goes to stderr: stdout may be one JSON object."""
+    return contextlib.nullcontext() if sys.stderr is None else contextlib.redirect_stdout(sys.stderr)
+
+
+def _cause(error: BaseException) -> str:
+    """Type and message in one line, whatever the error makes of `str`."""
+    try:
+        message = " ".join(str(error).split())
+    except Exception:
+        message = ""
+    return f"{type(error).__name__}: {message}".removesuffix(": ")
 
 
 _process_wide = Discovery()
@@ -314,6 +373,11 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
+def strict_setting() -> bool:
+    """Whether FUEL_STRICT asks for errors where warnings would stand."""
+    return os.environ.get("FUEL_STRICT", "0") not in ("", "0")
+
+
 def _allowed_names() -> set[str] | None:
     value = os.environ.get("FUEL_FAMILIES")
     if value is None:
@@ -334,10 +398,35 @@ def _preferences() -> dict[str, str]:
     return chosen
 
 
-def _distributions() -> Iterator[importlib_metadata.IDistribution]:
-    """Distributions that publish something of ours, each name once.
+def _field(distribution: importlib_metadata.IDistribution, name: str) -> str:
+    """A field of the metadata as text, "" where it is missing: METADATA may have been cut short."""
+    try:
+        return str(distribution.metadata[name] or "")
+    except Exception:
+        return ""
+
+
+def faulty_preferences(records: Iterable[FamilyRecord]) -> list[str]:
+    """What is wrong with FUEL_PREFER as it is set, one line each: it cannot be read, or names what is not there."""
+    try:
+        preferences = _preferences()
+    except FamilyConflictError as error:
+        return [str(error)]
+    there = {_canonical(record.distribution) for record in records}
+    return [
+        f"FUEL_PREFER: {name}={distribution} names a distribution that publishes no family here; "
+        f"expected one of {', '.join(sorted(there - {''})) or 'none'}"
+        for name, distribution in preferences.items()
+        if _canonical(distribution) not in there
+    ]
+
+
+def _distributions() -> Iterator[tuple[importlib_metadata.IDistribution, tuple[str, ...]]]:
+    """Distributions that publish something of ours, each name once, with what is wrong about their metadata.
 
     Where a name is installed twice, the first on `sys.path` counts: its modules are the ones that would be imported.
+    Where one folder holds metadata of two versions (an upgrade that was cut short), the newer counts, not the one that
+    the file system lists first.
     """
     found: dict[str, importlib_metadata.IDistribution] = {}
     for distribution in importlib_metadata.distributions():
@@ -348,28 +437,115 @@ def _distributions() -> Iterator[importlib_metadata.IDistribution]:
         except Exception:  # not a package that can be named, so not one that can be reported
             continue
     for name, distribution in found.items():
-        try:
-            yield importlib_metadata.distribution(name)
-        except importlib_metadata.PackageNotFoundError:  # its folder is not named after it
-            yield distribution
+        here = list(importlib_metadata.distributions(name=name)) or [distribution]  # a folder not named after it
+        place = here[0].locate_file("")
+        versions = {_field(d, "Version"): d for d in reversed(here) if d.locate_file("") == place}
+        newest = max(versions, key=_comparable)
+        faults: tuple[str, ...] = ()
+        if len(versions) > 1:
+            listed = " and ".join(sorted(versions, key=_comparable))
+            faults = (f"{name} has metadata of versions {listed} in {place}; {newest} is taken: install it again",)
+        yield versions[newest], faults
+
+
+def _comparable(version: str) -> Version:
+    try:
+        return Version(version)
+    except InvalidVersion:
+        return Version("0.dev0")
 
 
 def _scan() -> list[FamilyRecord]:
     records: list[FamilyRecord] = []
-    for distribution in _distributions():
+    for distribution, faults in _distributions():
+        name, version = _field(distribution, "Name"), _field(distribution, "Version")
         try:
-            records += _records_of(distribution)
+            published = _records_of(distribution, name, version)
         except Exception as error:
             # Unreadable entry points of one package must not hide the others.
-            detail = f"its entry points cannot be read: {type(error).__name__}: {error}"
-            name = distribution.metadata["Name"]
-            records.append(FamilyRecord(name, Status.INCOMPATIBLE, name, distribution.version or "", detail=detail))
+            detail = f"its entry points cannot be read: {_cause(error)}"
+            published = [FamilyRecord(name, Status.INCOMPATIBLE, name, version, detail=detail)]
+        faults += tuple(f"{name} {version}".strip() + f" {fault}" for fault in _violated_requirements(distribution))
+        records += [replace(record, warnings=faults) for record in published]
     return records
 
 
-def _records_of(distribution: importlib_metadata.IDistribution) -> list[FamilyRecord]:
+@dataclass(frozen=True)
+class RequirementFound:
+    """One requirement of a distribution, and what is installed: `found` is None where nothing is."""
+
+    name: str
+    specifier: str
+    found: str | None
+    fits: bool
+    fault: str = ""
+    """Why the requirement cannot be read; the name is the whole line then."""
+
+    @property
+    def asked(self) -> str:
+        """`name>=1`, for messages."""
+        return f"{self.name}{self.specifier}"
+
+
+def requirements(distribution: importlib_metadata.IDistribution) -> Iterator[RequirementFound]:
+    """What `distribution` requires here without extras, against what is installed. Metadata alone; imports nothing."""
+    for line in distribution.requires or ():
+        try:
+            wanted = Requirement(line)
+            if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+                continue
+        except (InvalidRequirement, UndefinedEnvironmentName) as error:
+            yield RequirementFound(line, "", None, False, " ".join(str(error).split()))
+            continue
+        specifier, found, fits = str(wanted.specifier), None, False
+        with contextlib.suppress(importlib_metadata.PackageNotFoundError):
+            found = _field(importlib_metadata.distribution(wanted.name), "Version") or "unknown"
+            try:
+                fits = wanted.specifier.contains(Version(found), prereleases=True)
+            except InvalidVersion:
+                fits = True  # it cannot be compared, so nothing can be said
+        yield RequirementFound(wanted.name, specifier, found, fits)
+
+
+def _violated_requirements(distribution: importlib_metadata.IDistribution) -> Iterator[str]:
+    """What is installed otherwise than `distribution` asks. Only said: the API number alone decides whether it fits."""
+    try:
+        needs = list(requirements(distribution))
+    except Exception:  # unreadable metadata
+        return
+    for need in needs:
+        if need.fault:
+            yield f"has a requirement that cannot be read: {need.fault}"
+        elif need.found is None:
+            # Run from a checkout, the core has no metadata; it is there all the same.
+            if _canonical(need.name) != "fuel-core":
+                yield f"requires {need.asked}, which is not installed"
+        elif not need.fits:
+            yield f"requires {need.asked}, found {need.name} {need.found}"
+
+
+def _without_module(value: str, distribution: str) -> str:
+    """Why the module of an entry point cannot be there, "" where it may be. Looks for it and imports nothing."""
+    try:
+        module = importlib_metadata.EntryPoint(name="", value=value, group="").module
+    except ValueError:
+        return f"its entry point {value!r} names no module: expected MODULE or MODULE:ATTRIBUTE"
+    package = module.partition(".")[0]
+    try:
+        if package in sys.modules or importlib.util.find_spec(package) is not None:
+            return ""
+        # It may have been installed while this process ran, within the resolution of a folder's time stamp.
+        importlib.invalidate_caches()
+        if importlib.util.find_spec(package) is not None:
+            return ""
+    except Exception:  # a finder that fails here fails the import as well, and says more there
+        return ""
+    return f"its module {package!r} is not there, only its metadata: install {distribution} again, or uninstall it"
+
+
+def _records_of(distribution: importlib_metadata.IDistribution, name: str, version: str) -> list[FamilyRecord]:
     modules: dict[str, dict[int, str]] = {}  # family -> API number -> module
-    unreadable: dict[str, str] = {}  # family -> group whose last part is no number
+    unreadable: dict[str, tuple[str, str]] = {}  # family -> group whose last part is no number, module
     claims: dict[str, list[tuple[str, str]]] = {_MODEL_TYPES: [], _GGUF_ARCHITECTURES: []}
     for entry in distribution.entry_points:
         group = _FAMILY_GROUP.match(entry.group)
@@ -378,23 +554,27 @@ def _records_of(distribution: importlib_metadata.IDistribution) -> list[FamilyRe
             if number:
                 modules.setdefault(entry.name, {})[int(number[1])] = entry.value
             else:
-                unreadable[entry.name] = entry.group
+                unreadable[entry.name] = (entry.group, entry.value)
         elif entry.group in claims:
             claims[entry.group].append((entry.name, entry.value))
     records = []
-    name, version = distribution.metadata["Name"], distribution.version
     for family in sorted(modules.keys() | unreadable.keys()):
         published = modules.get(family, {})
-        own = set(published.values())
+        own = {*published.values(), *(module for _, module in [unreadable.get(family, ("", ""))])}
         status, detail = Status.NOT_LOADED, ""
         if FAMILY_API not in published:
             status = Status.INCOMPATIBLE
             numbers = ", ".join(str(api) for api in sorted(published))
-            wrote = f"family API {numbers}" if numbers else f"no numbered family API (group {unreadable[family]!r})"
+            wrote = (
+                f"family API {numbers}" if numbers else f"no numbered family API (group {unreadable[family][0]!r:.80})"
+            )
             detail = (
                 f"written for {wrote}, this core has {FAMILY_API}: "
                 f"install a {name} for API {FAMILY_API} or another fuel-core"
             )
+        else:
+            detail = _without_module(published[FAMILY_API], name)
+            status = Status.BROKEN if detail else Status.NOT_LOADED
         records.append(
             FamilyRecord(
                 family,
@@ -403,12 +583,13 @@ def _records_of(distribution: importlib_metadata.IDistribution) -> list[FamilyRe
                 version,
                 published.get(FAMILY_API),
                 tuple(sorted(published)),
-                tuple(sorted(word for word, module in claims[_MODEL_TYPES] if module in own)),
-                tuple(sorted(word for word, module in claims[_GGUF_ARCHITECTURES] if module in own)),
+                tuple(sorted({word for word, module in claims[_MODEL_TYPES] if module in own})),
+                tuple(sorted({word for word, module in claims[_GGUF_ARCHITECTURES] if module in own})),
                 detail,
             )
         )
     known = {module for published in modules.values() for module in published.values()}
+    known |= {module for _, module in unreadable.values()}
     for module in sorted({m for words in claims.values() for _, m in words} - known):
         # Claims without a family: the package forgot its fuel_core.families.vN entry, or misspelt the module.
         records.append(
@@ -419,8 +600,8 @@ def _records_of(distribution: importlib_metadata.IDistribution) -> list[FamilyRe
                 version,
                 None,
                 (),
-                tuple(sorted(word for word, m in claims[_MODEL_TYPES] if m == module)),
-                tuple(sorted(word for word, m in claims[_GGUF_ARCHITECTURES] if m == module)),
+                tuple(sorted({word for word, m in claims[_MODEL_TYPES] if m == module})),
+                tuple(sorted({word for word, m in claims[_GGUF_ARCHITECTURES] if m == module})),
                 f"claims names for module {module!r}, which no fuel_core.families.v{FAMILY_API} entry point names",
             )
         )
@@ -453,8 +634,11 @@ def _mark_duplicates(records: list[FamilyRecord]) -> list[FamilyRecord]:
         if not _usable(record):
             pass
         elif same and _canonical(preferences.get(record.name, "")) != _canonical(record.distribution):
-            detail = f"family {record.name!r} is also in {', '.join(r.package for r in same)}"
-            record = replace(record, status=Status.DUPLICATE, detail=detail)
+            rivals = tuple(r.package for r in same)
+            record = replace(record, duplicate_of=rivals)
+            if record.status is not Status.BROKEN:  # what does not work at all is the more urgent news
+                detail = f"family {record.name!r} is also in {', '.join(rivals)}"
+                record = replace(record, status=Status.DUPLICATE, detail=detail)
         elif shared and not record.detail:
             words = ", ".join(f"{word!r} ({rival.package})" for word, rival in sorted(shared.items()))
             record = replace(record, detail=f"also claimed by another distribution: {words}")
@@ -474,7 +658,8 @@ def _installed(records: Iterable[FamilyRecord]) -> str:
 
 def _choose(
     what: str, word: str, claims: list[FamilyRecord], records: list[FamilyRecord], prefer: str | None
-) -> FamilyRecord:
+) -> list[FamilyRecord]:
+    """Records of the one plugin that serves `word`; several where its module registers several families."""
     usable = [r for r in claims if _usable(r)]
     if prefer is not None:
         named = [r for r in usable if prefer == r.name or _canonical(prefer) == _canonical(r.distribution)]
@@ -486,18 +671,14 @@ def _choose(
         usable = named
     if not usable:
         _refuse(what, word, claims, records)
-    if len(usable) > 1:
+    if len({_load_key(r) for r in usable}) > 1:
         preferences = _preferences()
         chosen = preferences.get(word) or preferences.get(usable[0].name)
         picked = [r for r in usable if chosen is not None and _canonical(chosen) == _canonical(r.distribution)]
-        if len(picked) != 1:
-            one = usable[0].distribution
-            raise FamilyConflictError(
-                f"{what} {word!r} is claimed by {' and by '.join(r.package for r in usable)}; choose one with "
-                f"load(family={one!r}), --family {one} or FUEL_PREFER='{word}={one}', or uninstall the other"
-            )
+        if len({_load_key(r) for r in picked}) != 1:
+            _refuse_conflict(what, word, usable)
         usable = picked
-    (record,) = usable
+    record = usable[0]
     twins = [r for r in records if _usable(r) and r.module == record.module and r.distribution != record.distribution]
     if twins:
         # Import finds whichever lies first on sys.path: the choice could not be kept.
@@ -505,7 +686,18 @@ def _choose(
             f"{record.package} and {twins[0].package} both install the module {record.module!r}, so choosing between "
             f"them has no effect; uninstall one"
         )
-    return record
+    return usable
+
+
+def _refuse_conflict(what: str, word: str, usable: list[FamilyRecord]) -> NoReturn:
+    rivals = [r.package + (" (broken)" if r.status is Status.BROKEN else "") for r in usable]
+    one = usable[0].distribution
+    if len({r.distribution for r in usable}) > 1:
+        settings = f"load(family={one!r}), --family {one} or FUEL_PREFER='{word}={one}', or uninstall the other"
+    else:
+        rivals = [f"family {r.name!r} of {rival}" for r, rival in zip(usable, rivals, strict=True)]
+        settings = f"load(family={usable[0].name!r}) or --family {usable[0].name}"
+    raise FamilyConflictError(f"{what} {word!r} is claimed by {' and by '.join(rivals)}; choose one with {settings}")
 
 
 def _refuse_what_generates_nothing(what: str, word: str, checkpoint: ServedCheckpoint) -> None:

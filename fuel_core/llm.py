@@ -98,6 +98,7 @@ def load(
     device: str | torch.device = "cpu",
     family: str | None = None,
     threads: int | None = None,
+    prefill_chunk: int | None = None,
 ) -> LanguageModel:
     """Load a checkpoint: a Hugging Face folder, a .gguf file, or a Hub id present in the local Hub cache.
 
@@ -110,12 +111,14 @@ def load(
     - `plan`: "auto", "off", "recorded", "compiled" or "cuda_graph".
     - `family`: the family or distribution to use where several claim the checkpoint.
     - `threads`: torch's number of CPU threads; a setting of the whole process.
+    - `prefill_chunk`: how many prompt tokens run at once (None: 512). Memory follows it; results do not.
 
     Raises ConfigError or BackendUnavailableError for settings that cannot be used, CheckpointError, FamilyError,
     WeightsError or TokenizerError. A checkpoint without a tokenizer loads; it then takes token ids only.
     """
     _at_least_one("max_seq_len", max_seq_len)
     _at_least_one("threads", threads)
+    _at_least_one("prefill_chunk", prefill_chunk)
     if family is not None and not isinstance(family, str):
         raise ConfigError(f"family: the name of a family or distribution expected, found {family!r:.80}")
     if threads is not None:
@@ -144,6 +147,7 @@ def load(
         device=place,
         max_seq_len=max_seq_len,
         plan=plan,
+        prefill_chunk=prefill_chunk,
     )
 
 
@@ -512,7 +516,7 @@ class LanguageModel:
         device: str | torch.device = "cpu",
         max_seq_len: int | None = None,
         plan: str = "auto",
-        prefill_chunk: int = PREFILL_CHUNK,
+        prefill_chunk: int | None = None,
     ) -> None:
         named = _dtype_word(dtype)
         if named is None:
@@ -522,10 +526,11 @@ class LanguageModel:
         self._backbone: DecodeBackbone | None = backbone
         self.checkpoint = checkpoint
         self.dtype = named
-        self.device = _device(device)
+        # The context knows which devices and plan backends exist here; a request would only find out later.
+        self.device = InferenceContext(_device(device), plan=plan).device
         self.plan = plan
         self.max_seq_len = max_seq_len
-        self.prefill_chunk = prefill_chunk
+        self.prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
         self.compile_after = COMPILE_AFTER
         """Under plan "auto": decode steps before native code is made in the background, 0 for at once. Read when a
         thread makes its first request."""
@@ -927,13 +932,7 @@ class LanguageModel:
             raise GenerationError(f"sampling: a SamplingParams expected, found {type(sampling).__name__}")
         if sampling is None:
             sampling = self.published_sampling if whole else SamplingParams()
-        try:
-            sampling = replace(sampling, **given)
-        except OverflowError:
-            names = [name for name, value in given.items() if isinstance(value, int) and value.bit_length() > 1024]
-            raise GenerationError(
-                f"{' and '.join(names) or 'logit_bias'}: a finite number expected, found one beyond every float"
-            ) from None
+        sampling = replace(sampling, **given)
         sampling.check_vocab(self.backbone.decode_dims().vocab)
         given_stop = options.get("stop")
         if given_stop is not None and not isinstance(given_stop, Iterable):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from plugin_site import Site
 from fuel_core import cli, discovery
 from fuel_core.errors import CheckpointNotFoundError
 
-VERBS = ["generate", "chat", "inspect", "bench", "families"]
+VERBS = ["generate", "chat", "inspect", "bench", "doctor", "families"]
 
 
 def _run_python(code: str, *, path: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +54,8 @@ def test_help_groups_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     places = [
-        shown.index(word) for word in ("Run ─", "generate ", "chat ", "Look ─", "inspect ", "Extend ─", "families ")
+        shown.index(word)
+        for word in ("Run ─", "generate ", "chat ", "Look ─", "inspect ", "doctor ", "Extend ─", "families ")
     ]
     assert places == sorted(places)
 
@@ -125,6 +127,25 @@ def test_debug_setting_shows_the_traceback_and_keeps_the_code(
     monkeypatch.setenv("FUEL_DEBUG", "0")
     failing(error)  # type: ignore[operator]
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_warning_of_ours_is_one_line_and_others_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def families(*, load: bool = False) -> list[discovery.FamilyRecord]:
+        warnings.warn("a plugin\nis odd", discovery.FamilyWarning, stacklevel=2)
+        warnings.warn("elsewhere", RuntimeWarning, stacklevel=2)
+        return []
+
+    others: list[str] = []
+    monkeypatch.setattr(discovery, "families", families)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        usual = warnings.showwarning = lambda message, *_: others.append(str(message))
+        assert cli.main(["families"]) == 0
+        assert warnings.showwarning is usual
+    assert capsys.readouterr().err == "fuel: warning: a plugin is odd\n"
+    assert others == ["elsewhere"]
 
 
 def test_interrupt_exits_130_without_a_word() -> None:

@@ -93,6 +93,51 @@ def test_generate_stops_before_a_stop_text(model: str, capsys: pytest.CaptureFix
     assert report["text"].split() == words[:3]
 
 
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_completions_are_what_single_requests_with_their_seeds_give(
+    verb: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = [verb, model, "w1 w2 w3", "-n", "6", "--temperature", "2"]
+    report = _json(capsys, *drawn, "--seed", "7", "--completions", "3")
+    replies = report["completions"]
+    assert [reply["seed"] for reply in replies] == [7, 8, 9]
+    assert sum(reply["stats"]["fresh_steps"] for reply in replies) == 1  # one prompt for all
+    for reply in replies:
+        alone = _json(capsys, *drawn, "--seed", str(reply["seed"]))
+        assert (reply["text"], reply["token_ids"]) == (alone["text"], alone["token_ids"])
+    assert len({reply["text"] for reply in replies}) > 1
+    assert cli.main([*drawn, "--seed", "7", "--completions", "3"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "".join(reply["text"] + "\n" for reply in replies)
+    heads = [line for line in captured.err.splitlines() if line.startswith("-- ")]
+    assert [line.partition(":")[0] for line in heads] == ["-- 1 of 3, seed 7", "-- 2 of 3, seed 8", "-- 3 of 3, seed 9"]
+
+
+def test_one_completion_is_a_list_of_one_and_greedy_ones_are_said_to_be_the_same(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    single = _json(capsys, "generate", model, "w1 w2", "-n", "4")
+    (only,) = _json(capsys, "generate", model, "w1 w2", "-n", "4", "--completions", "1")["completions"]
+    assert only["token_ids"] == single["token_ids"]
+    assert only["tokens_per_second"] is None  # nothing was measured between two tokens
+    assert cli.main(["generate", model, "w1 w2", "-n", "4", "--completions", "2", "--explain-plan"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == (single["text"] + "\n") * 2
+    assert "Nothing was drawn, so the replies are the same" in captured.err
+    assert "fuel plan: step 1 ABSENT" in captured.err
+
+
+@pytest.mark.parametrize("arguments", [["generate", "w1", "--completions", "0"], ["chat", "--completions", "2"]])
+def test_completions_that_cannot_be_are_a_user_error(
+    model: str, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([arguments[0], model, *arguments[1:]]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--completions" in captured.err
+    assert captured.err.count("\n") == 1
+
+
 def test_explain_plan_names_each_decision(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", model, "w1 w2 w3", "-n", "6", "--explain-plan"]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fuel plan: ")]

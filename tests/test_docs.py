@@ -98,3 +98,12 @@ def test_docs_say_what_a_mapped_file_and_a_held_plan_do_not_survive() -> None:
     assert re.search(
         r"does not follow:.*attributes.*hooks.*`forward`", (ROOT / "docs" / "decode-plans.md").read_text(), re.S
     )
+
+
+def test_compatibility_promise_names_the_number_in_force_and_every_public_list() -> None:
+    text = (ROOT / "docs" / "compatibility.md").read_text()
+    assert f"fuel_core.families.v{fuel_core.FAMILY_API}" in text
+    assert f"tests/family_api_v{fuel_core.FAMILY_API}.json" in text
+    assert (ROOT / "tests" / f"family_api_v{fuel_core.FAMILY_API}.json").exists()
+    for module in ("fuel_core", "fuel_core.layers", "fuel_core.errors"):
+        assert f"`{module}.__all__`" in text

@@ -8,16 +8,20 @@ import torch
 from toy_backbone import ToyBackbone, latent_reference, latent_toy, new_cache, reference, toy
 
 from fuel_core.errors import CacheStateError, CapacityError, DecodeError, GeometryError, PlanError
+from fuel_core.generation import Generation
 from fuel_core.kv_cache import KeyValue, KvCache
 from fuel_core.mask_and_rope import MaskPlan, RopePlan
 from fuel_core.persistent_decode import (
     InferenceContext,
     SessionSlot,
+    drop_decode_session,
     forward_decode_step,
     forward_with_kv_context,
     forward_with_kv_context_persistent,
     rebind_and_realize_prebuilt,
+    refresh_decode_session,
 )
+from fuel_core.persistent_decode.build import session_key
 
 PATHS = ["device", "symbol"]
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -414,3 +418,31 @@ def test_the_embedding_is_scaled_in_float32_and_then_cast(plan: str, monkeypatch
         (session,) = ctx.sessions
         embed = session.plan.program.segments[0]
         assert torch.equal(embed.recording.run(session.bound.token_ids, *embed.weights)[0, 0], expected[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "found"),
+    [
+        (lambda m, c, x, s: forward_decode_step(m, [1], x, c), "cache", "InferenceContext"),
+        (lambda m, c, x, s: forward_decode_step(m, [1], c, c), "ctx", "KvCache"),
+        (lambda m, c, x, s: forward_decode_step([1], m, c, x), "model", "list"),
+        (lambda m, c, x, s: forward_decode_step(None, [1], c, x), "model", "NoneType"),
+        (lambda m, c, x, s: forward_with_kv_context(m, [1, 2], x, c), "cache", "InferenceContext"),
+        (lambda m, c, x, s: forward_with_kv_context(m, [1, 2], c, "cpu"), "ctx", "str"),
+        (lambda m, c, x, s: forward_with_kv_context_persistent(m, [1], x, c, s), "cache", "InferenceContext"),
+        (lambda m, c, x, s: forward_with_kv_context_persistent(m, [1], c, s, x), "ctx", "SessionSlot"),
+        (lambda m, c, x, s: forward_with_kv_context_persistent(m, [1], c, x, None), "slot", "NoneType"),
+        (lambda m, c, x, s: drop_decode_session(x, s), "slot", "InferenceContext"),
+        (lambda m, c, x, s: refresh_decode_session(s, session_key(m, c, x), x, c), "cache", "InferenceContext"),
+        (lambda m, c, x, s: Generation(m, [1], x, c, max_new_tokens=2), "cache", "InferenceContext"),
+        (lambda m, c, x, s: Generation(m, c, [1], x, max_new_tokens=2), "cache", "list"),
+    ],
+)
+def test_arguments_in_the_wrong_places_are_refused_in_one_line_and_nothing_moved(call, name, found):
+    model = toy()
+    cache, ctx, slot = new_cache(model), InferenceContext(), SessionSlot()
+    forward_decode_step(model, IDS[:3], cache, ctx)
+    before = (ctx.step, cache.cached_len, len(ctx.plan_events))
+    with pytest.raises(DecodeError, match=rf": {name} must be a \w+, found {found}; the order is \(.*\)$"):
+        call(model, cache, ctx, slot)
+    assert (ctx.step, cache.cached_len, len(ctx.plan_events)) == before

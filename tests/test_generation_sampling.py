@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -432,3 +433,34 @@ def test_every_parameter_is_in_the_documented_order() -> None:
         "seed",
     ]
     assert {*steps, "logprobs"} == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    "beyond", [10**400, -(10**400), 10**5000, Fraction(10**400)], ids=["big", "low", "huge", "ratio"]
+)
+@pytest.mark.parametrize(
+    "field",
+    ["temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"],
+)
+def test_number_beyond_every_float_is_refused_in_one_short_line(field: str, beyond: object) -> None:
+    value = {3: beyond} if field == "logit_bias" else beyond
+    with pytest.raises(GenerationError, match=rf"^{field}: .* expected.*, found one beyond every float") as error:
+        SamplingParams(**{field: value})
+    assert len(str(error.value)) < 150
+
+
+@pytest.mark.parametrize(
+    ("field", "beyond"),
+    [("seed", 10**5000), ("top_k", -(10**5000)), ("logprobs", -(10**5000))],
+    ids=["seed", "top_k", "logprobs"],
+)
+def test_whole_number_too_long_to_print_is_refused_in_one_short_line(field: str, beyond: int) -> None:
+    # Python itself refuses to print one of more than 4300 digits.
+    with pytest.raises(GenerationError, match=rf"^{field}: .*found one beyond every float") as error:
+        SamplingParams(**{field: beyond})  # type: ignore[arg-type]
+    assert len(str(error.value)) < 150
+
+
+def test_whole_numbers_that_a_float_holds_are_taken() -> None:
+    params = SamplingParams(temperature=10**300, logit_bias={1: -(10**300)}, top_k=10**5000)
+    assert (params.temperature, params.logit_bias, params.top_k) == (1e300, {1: -1e300}, 10**5000)

@@ -19,6 +19,7 @@ from fuel_core.errors import (
     FamilyNotFoundError,
     TokenizerError,
 )
+from fuel_core.generation import PREFILL_CHUNK
 from fuel_core.llm import load
 
 
@@ -146,3 +147,15 @@ def test_load_with_a_broken_tokenizer_says_so(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match="does not load"):
         load(folder)
+
+
+def test_load_takes_the_size_of_a_prompt_chunk(folder: Path) -> None:
+    assert load(folder).prefill_chunk == PREFILL_CHUNK
+    llm = load(folder, prefill_chunk=4)
+    assert llm.prefill_chunk == 4
+    seen: list[int] = []
+    llm.generate([1, 2, 3, 4, 5, 6, 7, 8, 9], 1, on_progress=lambda done, total: seen.append(done))
+    assert seen == [4, 9]  # the last takes one more, rather than run it alone
+    for wrong in (0, -1, 1.5, True, "4"):
+        with pytest.raises(ConfigError, match="prefill_chunk: a whole number of at least 1"):
+            load(folder, prefill_chunk=wrong)  # type: ignore[arg-type]

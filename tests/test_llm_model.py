@@ -17,6 +17,7 @@ from toy_llm import BOS, END, START, ServedConfig, byte_level, make
 
 from fuel_core import llm as facade
 from fuel_core.errors import (
+    BackendUnavailableError,
     CapacityError,
     ChatTemplateError,
     DecodeError,
@@ -406,3 +407,23 @@ def test_model_without_a_tokenizer_takes_ids_only() -> None:
             refused()
     with pytest.raises(GenerationError, match="a tokenizer is needed"):
         llm.generate([1], stop="x")
+
+
+# -- settings are refused where they are given ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"plan": "nope"}, "plan: one of auto, off, recorded, .* expected, found 'nope'"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
+    ],
+)
+def test_model_refuses_a_setting_when_it_is_made_and_not_at_the_first_request(
+    setting: dict[str, str], message: str
+) -> None:
+    backbone = ToyBackbone(ServedConfig())
+    fill(backbone)
+    with pytest.raises(BackendUnavailableError, match=message):
+        LanguageModel(backbone, **setting)  # type: ignore[arg-type]
+    assert LanguageModel(backbone, plan="off").generate([1], 2).stats.plan_backend == "off"

@@ -337,8 +337,8 @@ def test_model_takes_the_words_that_load_takes_for_a_dtype() -> None:
         ({"stop": 0}, "stop: .* found 0"),
         ({"stop": b"x"}, "stop: .* found 120"),
         ({"on_progress": 5}, "on_progress: .* found 5"),
-        ({"temperature": 10**400}, "temperature: a finite number expected"),
-        ({"logit_bias": {1: 10**400}}, "logit_bias: a finite number expected"),
+        ({"temperature": 10**400}, "temperature: a finite number of at least 0 expected, found one beyond every float"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias: a number below infinity expected for id 1, found one beyond"),
     ],
 )
 def test_request_refuses_what_is_of_another_kind(options: dict[str, Any], message: str) -> None:

@@ -10,7 +10,10 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TextIO
 
 __all__ = ["main"]
 
@@ -30,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
-            with command().make_context("fuel", arguments) as context:
+            with _warnings_in_one_line(), command().make_context("fuel", arguments) as context:
                 context.command.invoke(context)
         finally:
             # Text that is still buffered belongs to this run, and so does a pipe that turns out to be closed.
@@ -63,6 +66,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         text = f"internal error, {type(error).__name__}: {error} (FUEL_DEBUG=1 shows where)"
         return _complain(text, _INTERNAL)
     return 0
+
+
+@contextmanager
+def _warnings_in_one_line() -> Iterator[None]:
+    """Our own warnings are for whoever runs the command: one line, without the line of code that they came from."""
+    usual = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category.__module__.startswith("fuel_core."):
+            print(f"fuel: warning: {' '.join(str(message).split())}", file=sys.stderr)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = usual
 
 
 def _complain(message: str, code: int, *, hint: bool = False) -> int:

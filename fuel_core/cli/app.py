@@ -9,6 +9,7 @@ import typer
 from fuel_core.cli.bench import bench
 from fuel_core.cli.chat import chat
 from fuel_core.cli.compile import compile_model
+from fuel_core.cli.doctor import doctor
 from fuel_core.cli.families import families
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import inspect
@@ -30,6 +31,7 @@ app.command(rich_help_panel=RUN)(chat)
 app.command(rich_help_panel=LOOK)(inspect)
 app.command(rich_help_panel=LOOK)(bench)
 app.command(name="compile", rich_help_panel=EXTEND)(compile_model)
+app.command(rich_help_panel=LOOK)(doctor)
 app.command(rich_help_panel=EXTEND)(families)
 
 

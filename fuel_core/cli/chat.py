@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fuel_core.cli.options import (
+    Completions,
     Device,
     Dtype,
     ExplainPlan,
@@ -33,7 +34,8 @@ from fuel_core.cli.options import (
     Weights,
     request_options,
 )
-from fuel_core.cli.reply import print_reply, prompt_text, show_progress
+from fuel_core.cli.reply import print_completions, print_reply, prompt_text, show_progress
+from fuel_core.errors import GenerationError
 
 __all__ = ["chat"]
 
@@ -49,6 +51,7 @@ def chat(
     ] = None,
     file: PromptFile = None,
     max_new_tokens: MaxNewTokens = 512,
+    completions: Completions = None,
     stop: Stop = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -75,6 +78,8 @@ def chat(
     from fuel_core.llm import load
 
     message = None if prompt is None and file is None else prompt_text(prompt, file)
+    if message is None and completions is not None:
+        raise GenerationError("--completions: a message to answer expected, found none; give PROMPT, or leave it out")
     options = request_options(
         temperature=temperature,
         top_k=top_k,
@@ -112,5 +117,9 @@ def chat(
     messages = [{"role": "user", "content": message}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
+    if completions is not None:
+        done = llm.chat(messages, max_new_tokens, n=completions, **options)
+        print_completions(llm, done, json=json, explain_plan=explain_plan)
+        return
     stream = llm.stream_chat(messages, max_new_tokens, **options)
     print_reply(llm, stream, json=json, explain_plan=explain_plan)

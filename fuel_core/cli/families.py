@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fuel_core.cli.options import Json
 from fuel_core.cli.output import note, print_json, stdout_console, table
 
-__all__ = ["families"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fuel_core.discovery import FamilyRecord
+
+__all__ = ["families", "print_families", "unusable"]
 
 
 def families(
@@ -24,29 +29,43 @@ def families(
     from fuel_core.families import FAMILY_API
 
     records = discovery.families(load=load)
-    good = (discovery.Status.OK, discovery.Status.NOT_LOADED, discovery.Status.DISABLED)
-    bad = [record for record in records if record.status not in good]
     if json:
         print_json({"family_api": FAMILY_API, "families": [record.as_dict() for record in records]})
-    elif not records:
-        print("No family is installed. Families are separate packages: see docs/families.md")
     else:
-        shown = table("family", "status", "package", "API", "model types", "GGUF architectures")
-        for record in records:
-            shown.add_row(
-                record.name,
-                str(record.status),
-                record.package,
-                ", ".join(map(str, record.api)),
-                ", ".join(record.model_types),
-                ", ".join(record.gguf_architectures),
-            )
-        stdout_console().print(shown)
-        for record in records:
-            if record.detail:
-                note(f"{record.name}: {record.detail}")
-            if record.traceback:
-                note(record.traceback.rstrip())
-    if strict and bad:
+        print_families(records)
+    bad = unusable(records)
+    if bad and (strict or discovery.strict_setting()):
         note(f"fuel: {len(bad)} of {len(records)} families cannot be used: {', '.join(r.name for r in bad)}")
         raise typer.Exit(2)
+
+
+def unusable(records: Sequence[FamilyRecord]) -> list[FamilyRecord]:
+    """Those that cannot serve as they stand, and nobody asked for that."""
+    from fuel_core.discovery import Status
+
+    good = (Status.OK, Status.NOT_LOADED, Status.DISABLED)
+    return [record for record in records if record.status not in good]
+
+
+def print_families(records: Sequence[FamilyRecord], *, faults: bool = True) -> None:
+    """The table on stdout; with `faults`, what is wrong, and why, on stderr. Tracebacks go there in any case."""
+    if not records:
+        print("No family is installed. Families are separate packages: see docs/families.md")
+        return
+    shown = table("family", "status", "package", "API", "model types", "GGUF architectures")
+    for record in records:
+        shown.add_row(
+            record.name,
+            str(record.status),
+            record.package,
+            ", ".join(map(str, record.api)),
+            ", ".join(record.model_types),
+            ", ".join(record.gguf_architectures),
+        )
+    stdout_console().print(shown)
+    for record in records:
+        for line in (record.detail, *record.warnings):
+            if line and faults:
+                note(f"{record.name}: {line}")
+        if record.traceback:
+            note(record.traceback.rstrip())

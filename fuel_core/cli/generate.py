@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fuel_core.cli.options import (
+    Completions,
     Device,
     Dtype,
     ExplainPlan,
@@ -34,7 +35,7 @@ from fuel_core.cli.options import (
     request_options,
 )
 from fuel_core.cli.output import note
-from fuel_core.cli.reply import print_reply, prompt_text, show_progress
+from fuel_core.cli.reply import print_completions, print_reply, prompt_text, show_progress
 
 __all__ = ["generate"]
 
@@ -49,6 +50,7 @@ def generate(
     ] = None,
     file: PromptFile = None,
     max_new_tokens: MaxNewTokens = 128,
+    completions: Completions = None,
     stop: Stop = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -100,10 +102,15 @@ def generate(
         family=family,
         threads=threads,
     )
-    stream = llm.stream(text, max_new_tokens, **options)
+    hint = "This checkpoint has a chat template: `fuel chat` applies it, `fuel generate` continues the text as it is."
     # After what may be refused: an error stands alone.
-    if llm.tokenizer.chat_template is not None:
-        note(
-            "This checkpoint has a chat template: `fuel chat` applies it, `fuel generate` continues the text as it is."
-        )
-    print_reply(llm, stream, json=json, explain_plan=explain_plan)
+    if completions is not None:
+        done = llm.generate(text, max_new_tokens, n=completions, **options)
+        if llm.tokenizer.chat_template is not None:
+            note(hint)
+        print_completions(llm, done, json=json, explain_plan=explain_plan)
+    else:
+        stream = llm.stream(text, max_new_tokens, **options)
+        if llm.tokenizer.chat_template is not None:
+            note(hint)
+        print_reply(llm, stream, json=json, explain_plan=explain_plan)

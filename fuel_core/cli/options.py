@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fuel_core.llm import RequestOptions
 
 __all__ = [
+    "Completions",
     "Device",
     "Dtype",
     "ExplainPlan",
@@ -83,6 +84,16 @@ ExplainPlan = Annotated[
     bool, typer.Option("--explain-plan", help="Print what happened to the held plan, step by step, on stderr.")
 ]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Most tokens to generate.")]
+Completions = Annotated[
+    int | None,
+    typer.Option(
+        "--completions",
+        min=1,
+        metavar="N",
+        help="That many replies to the prompt, which is computed once.",
+        show_default="one, as it is generated",
+    ),
+]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Stop before this text. May be given again.", show_default=False)
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from fuel_core.llm import Completion, LanguageModel, TextStream
     from fuel_core.persistent_decode import DecodeStats, InferenceContext
 
-__all__ = ["as_json", "explain", "per_second", "plan_text", "print_reply", "prompt_text", "show_progress"]
+__all__ = [
+    "as_json",
+    "explain",
+    "per_second",
+    "plan_text",
+    "print_completions",
+    "print_reply",
+    "prompt_text",
+    "show_progress",
+]
 
 
 _LONG_PROMPT = 2048
@@ -96,6 +105,27 @@ def print_reply(llm: LanguageModel, stream: TextStream, *, json: bool, explain_p
         sys.stdout.flush()
         note(_summary(done, per_second(arrivals)))
         if done.logprobs is not None:
+            note("--logprobs: printed with --json only")
+    if explain_plan:
+        explain(llm.context)
+
+
+def print_completions(llm: LanguageModel, replies: Sequence[Completion], *, json: bool, explain_plan: bool) -> None:
+    """Print several complete replies to one prompt: each text after a line on stderr, or one JSON object."""
+    if json:
+        report: dict[str, Any] = {"completions": [as_json(llm, done, None, False) for done in replies]}
+        if explain_plan:
+            report["plan_events"] = [str(event) for event in llm.context.plan_events]
+        print_json(report)
+    else:
+        for index, done in enumerate(replies, 1):
+            seed = "" if done.seed is None else f", seed {done.seed}"
+            note(f"-- {index} of {len(replies)}{seed}: {_summary(done, None)}")
+            sys.stdout.write(done.text + "\n")
+            sys.stdout.flush()
+        if len(replies) > 1 and replies[0].seed is None:
+            note("Nothing was drawn, so the replies are the same; --temperature 1 draws.")
+        if any(done.logprobs is not None for done in replies):
             note("--logprobs: printed with --json only")
     if explain_plan:
         explain(llm.context)

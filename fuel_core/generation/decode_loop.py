@@ -16,7 +16,7 @@ from torch import Tensor
 from fuel_core.errors import CacheStateError, CapacityError, GenerationError
 from fuel_core.generation.sampling import Sampler, SamplingParams, TokenLogprob, TokenSampler, token_logprob
 from fuel_core.kv_cache import KvCache
-from fuel_core.persistent_decode import forward_decode_step
+from fuel_core.persistent_decode import check_arguments, forward_decode_step
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
@@ -65,8 +65,8 @@ class Generation:
     An exception inside a step (KeyboardInterrupt included) leaves the generation usable: the next `step` finds out
     what the cache holds and computes the rest.
 
-    Raises GenerationError for an empty prompt, ids outside the vocabulary or a limit below 1, and CapacityError for
-    a prompt longer than the cache; all before anything is computed.
+    Raises GenerationError for an empty prompt, ids outside the vocabulary or a limit below 1, CapacityError for a
+    prompt longer than the cache, and DecodeError for arguments in the wrong places; all before anything is computed.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Generation:
         reuse_cache: bool = True,
         forkable: bool = False,
     ) -> None:
+        check_arguments("Generation", "(backbone, token_ids, cache, ctx)", model=backbone, cache=cache, ctx=ctx)
         vocab = backbone.decode_dims().vocab
         prompt = _checked_ids(token_ids, vocab)
         check_max_new_tokens(max_new_tokens)

@@ -94,10 +94,10 @@ class SamplingParams:
         put(self, "logit_bias", _bias(self.logit_bias))
         if self.seed is not None and not 0 <= _whole("seed", self.seed, "0..2**64-1, or None for a fresh one") < _SEEDS:
             raise GenerationError(
-                f"seed: a whole number in 0..2**64-1 expected, found {self.seed}; leave it out for a fresh one"
+                f"seed: a whole number in 0..2**64-1 expected, found {_shown(self.seed)}; leave it out for a fresh one"
             )
         if self.logprobs is not None and _whole("logprobs", self.logprobs, "0 or more, or None") < 0:
-            raise GenerationError(f"logprobs: a whole number of 0 or more expected, found {self.logprobs}")
+            raise GenerationError(f"logprobs: a whole number of 0 or more expected, found {_shown(self.logprobs)}")
 
     @property
     def is_greedy(self) -> bool:
@@ -316,10 +316,28 @@ def _number(
         want = f"in {low:g}..{high:g}"
     else:
         want = f"of at least {low:g}" if low > -math.inf else ""
-    fits = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
-    if not fits or not low <= float(value) <= high or (above is not None and float(value) <= above):  # type: ignore[arg-type]
-        raise GenerationError(f"{name}: a finite number {want}".rstrip() + f" expected, found {value!r}")
-    return float(value)  # type: ignore[arg-type]
+    number = _float(value)
+    outside = number is None or not math.isfinite(number) or not low <= number <= high
+    if outside or number is None or (above is not None and number <= above):
+        raise GenerationError(f"{name}: a finite number {want}".rstrip() + f" expected, found {_shown(value)}")
+    return number
+
+
+def _float(value: object) -> float | None:
+    """`value` as a float, None where it is no real number or one beyond every float."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return None
+
+
+def _shown(value: object) -> str:
+    """What was found, for a message: whole numbers may be longer than a line, and longer than Python will print."""
+    if isinstance(value, numbers.Real) and _float(value) is None and not isinstance(value, bool):
+        return "one beyond every float"
+    return f"{value!r:.80}"
 
 
 def _off_at(off: float, value: float | None) -> float | None:
@@ -331,7 +349,7 @@ def _top_k(value: object) -> int | None:
         return None
     k = _whole("top_k", value, "1 or more; 0, -1 or None for all")
     if k < -1:
-        raise GenerationError(f"top_k: 1 or more expected, or 0, -1 or None to keep all, found {k}")
+        raise GenerationError(f"top_k: 1 or more expected, or 0, -1 or None to keep all, found {_shown(k)}")
     return k if k > 0 else None
 
 
@@ -343,7 +361,8 @@ def _bias(value: object) -> dict[int, float]:
     bias: dict[int, float] = {}
     for token_id, amount in value.items():
         key = _whole("logit_bias", token_id, "a token id")
-        if isinstance(amount, bool) or not isinstance(amount, numbers.Real) or not amount < math.inf:
-            raise GenerationError(f"logit_bias: a number below infinity expected for id {key}, found {amount!r}")
-        bias[key] = float(amount)
+        number = _float(amount)
+        if number is None or not number < math.inf:
+            raise GenerationError(f"logit_bias: a number below infinity expected for id {key}, found {_shown(amount)}")
+        bias[key] = number
     return bias

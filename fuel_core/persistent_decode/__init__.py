@@ -4,6 +4,7 @@ from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, co
 from fuel_core.persistent_decode.context import COMPILE_AFTER, DecodeStats, InferenceContext, PlanEvent
 from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
 from fuel_core.persistent_decode.entry import (
+    check_arguments,
     drop_decode_session,
     forward_decode_step,
     forward_with_kv_context,
@@ -26,6 +27,7 @@ __all__ = [
     "Validity",
     "build_decode_graph",
     "compile_step",
+    "check_arguments",
     "drop_decode_session",
     "forward_decode_step",
     "forward_with_kv_context",

@@ -24,6 +24,7 @@ from fuel_core.persistent_decode.session import Disposition, Reason, SessionKey,
 from fuel_core.plan_backends import LIBRARY
 
 __all__ = [
+    "check_arguments",
     "drop_decode_session",
     "forward_decode_step",
     "forward_with_kv_context",
@@ -56,6 +57,19 @@ def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int
         if not 0 <= token_id < vocab:
             raise DecodeError(f"{family}: token ids must lie in 0..{vocab - 1}, found {token_id}")
     return ids
+
+
+_KINDS = {"model": DecodeBackbone, "cache": KvCache, "ctx": InferenceContext, "slot": SessionSlot}
+_STEP = "(model, token_ids, cache, ctx)"
+
+
+def check_arguments(call: str, order: str, **given: object) -> None:
+    """Raise DecodeError for arguments in the wrong places: what they lack would be missed deep inside a step."""
+    for name, value in given.items():
+        if not isinstance(value, _KINDS[name]):
+            raise DecodeError(
+                f"{call}: {name} must be a {_KINDS[name].__name__}, found {type(value).__name__}; the order is {order}"
+            )
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[object]:
@@ -112,6 +126,7 @@ def forward_with_kv_context(
     token_ids: list or int64 tensor ``[T]``. Returns float32 logits ``[vocab]`` of the last position, or
     ``[T, vocab]``; they are the caller's own. Raises DecodeError and below; the cache has not moved then.
     """
+    check_arguments("forward_with_kv_context", _STEP, model=model, cache=cache, ctx=ctx)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids)):
         return _fresh(model, ids, cache, ctx, all_positions)
@@ -130,6 +145,7 @@ def refresh_decode_session(
     even when the session itself survives). ALLOCATION_CHANGED is re-pointed, or dropped where the buffers do not fit
     the recorded signature. STALE is dropped.
     """
+    check_arguments("refresh_decode_session", "(slot, now, cache, ctx)", slot=slot, cache=cache, ctx=ctx)
     session = slot.session
     if session is None:
         return Disposition.ABSENT
@@ -157,6 +173,7 @@ def refresh_decode_session(
 
 def drop_decode_session(slot: SessionSlot, ctx: InferenceContext) -> None:
     """Drop the session in ``slot``, if there is one."""
+    check_arguments("drop_decode_session", "(slot, ctx)", slot=slot, ctx=ctx)
     if slot.session is not None:
         slot.session = None
         ctx.record(Disposition.DROPPED, Reason.ON_REQUEST)
@@ -222,6 +239,8 @@ def forward_with_kv_context_persistent(
     A step of several tokens executes fresh beside the session and keeps it. Returns float32 logits ``[vocab]``.
     Raises DecodeError and below; cache, context and session are as before then.
     """
+    order = "(model, token_ids, cache, ctx, slot)"
+    check_arguments("forward_with_kv_context_persistent", order, model=model, cache=cache, ctx=ctx, slot=slot)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids), slot):
         fresh = _runs_fresh(ids, ctx)
@@ -250,6 +269,7 @@ def forward_decode_step(
     has moved on (a `Generation` does). Returns float32 logits ``[vocab]``, the caller's own. Raises DecodeError and
     below; cache, context and sessions are as before then.
     """
+    check_arguments("forward_decode_step", _STEP, model=model, cache=cache, ctx=ctx)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids)):
         fresh = _runs_fresh(ids, ctx)
