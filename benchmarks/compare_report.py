@@ -158,9 +158,11 @@ def _tokens(found: Mapping[str, Any] | None) -> str:
 
 
 def _count(ratio: Mapping[str, float]) -> str:
+    if ratio["quiet"] == ratio["measured"]:
+        return f"{ratio['pairs']} pairs"
     if ratio["quiet"] >= 3:
-        return f"{ratio['pairs']} quiet of {ratio['measured']} pairs"
-    return f"{ratio['pairs']} pairs, disturbed" if ratio["quiet"] < ratio["measured"] else f"{ratio['pairs']} pairs"
+        return f"{ratio['quiet']} quiet of {ratio['measured']} pairs"
+    return f"{ratio['pairs']} pairs, disturbed"
 
 
 def _digits(value: float) -> int:
