@@ -10,6 +10,7 @@ ratios of those pairs. What is not installed, or not in this release of fuel, is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import hashlib
 import json
@@ -152,9 +153,10 @@ class WorkerProcess:
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(5)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -515,8 +517,13 @@ def main() -> None:
         "left_out": [],
         "cells": [],
     }
-    for group in groups:
-        compare(group, scenarios, options.tokens, options.pairs, options.cold_pairs, spawn, where, result, say)
+    # Ctrl-C, or a time limit's signal, ends the measuring; the cells that are complete are a result.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        for group in groups:
+            compare(group, scenarios, options.tokens, options.pairs, options.cold_pairs, spawn, where, result, say)
+    except KeyboardInterrupt:
+        result["left_out"].append({"engine": "what came after", "why": "interrupted"})
     if not result["cells"]:
         for each in result["left_out"]:
             say(f"{each['engine']}: {each['why']}")

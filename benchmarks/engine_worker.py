@@ -172,7 +172,9 @@ class Transformers(_Torch):
         cache, held = self.held
         keep = len(prompt) - 1 if reuse and held[: len(prompt) - 1] == prompt[:-1] else 0
         if keep:
-            cache.crop(len(held) - keep)
+            # A negative number is how many to take away; zero means something else.
+            if len(held) > keep:
+                cache.crop(keep - len(held))
         elif held and self.mode == "compiled":
             cache.reset()
         elif held:
