@@ -100,7 +100,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         f"{facts['date']}, commit {facts['commit']}. {machine['cpu']}, {machine['cores']} cores, "
         f"{machine['memory_gib']:.0f} GiB, {machine['system']}; threads an engine: {settings['threads']}, batch of 1, "
         f"greedy. CPU flags: {' '.join(machine['flags']) or 'unknown'}. Load average while measuring: "
-        f"{_span(cell['load_average'] for cell in result['cells'])}.",
+        f"{_span(cell['load_average'] for cell in result['cells'])}; part of the CPU that others used during a turn: "
+        f"{_span(_others(result))}.",
         "",
         "`ratio` is the engine's value over the reference's, the median of pairs measured one right after the other "
         "(least to greatest in brackets); above 1 the engine needs more than the reference. Absolute numbers move with "
@@ -173,9 +174,15 @@ def _plain(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
+def _others(result: Mapping[str, Any]) -> list[float]:
+    pairs = [pair for cell in result["cells"] for pair in cell["pairs"]]
+    sides = [pair[side] for pair in pairs for side in ("reference", "other")]
+    return [side["others_cpu"] for side in sides if "others_cpu" in side]
+
+
 def _span(values: Iterable[float]) -> str:
     each = list(values)
-    return f"{min(each):.1f} to {max(each):.1f}" if each else "unknown"
+    return f"{min(each):.2f} to {max(each):.2f}" if each else "unknown"
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
