@@ -554,8 +554,10 @@ def compare(
             try:
                 warm[name] = spawn(name)
                 warm[name].ask("load", **where(name), capacity=256)
+                result["engines"][str(name)] = warm[name].ask("about")
             except WorkerError as error:
                 left_out.append({"engine": str(name), "why": str(error)})
+                result["engines"].pop(str(name), None)
                 if name in warm:
                     warm.pop(name).close()
         if not warm:

@@ -132,8 +132,8 @@ def markdown(result: Mapping[str, Any]) -> str:
 def _table(cell: Mapping[str, Any]) -> list[str]:
     fields: Mapping[str, str] = cell["fields"]
     compared = list(cell["ratios"])
-    head = ["engine", *(f"{name.replace('_', ' ')} ({unit})" for name, unit in fields.items())]
-    head += [f"ratio of {name.replace('_', ' ')}" if len(compared) > 1 else "ratio" for name in compared]
+    head = ["engine", *(f"{_words(name)} ({unit})" for name, unit in fields.items())]
+    head += [f"ratio of {_words(name)}" if len(compared) > 1 else "ratio" for name in compared]
     if cell["tokens"]:
         head.append("tokens")
     rows = [head, ["---"] * len(head)]
@@ -150,6 +150,11 @@ def _table(cell: Mapping[str, Any]) -> list[str]:
             row.append(_tokens(cell["tokens"].get(engine)))
         rows.append(row)
     return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _words(field: str) -> str:
+    """The name of a field as words, without the unit at its end, which is said beside it."""
+    return field.removesuffix("_ms").removesuffix("_mib").replace("_", " ")
 
 
 def _tokens(found: Mapping[str, Any] | None) -> str:
@@ -226,7 +231,7 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             axes.text(value, row, f" {value:.{_digits(value)}f}  {note}", va="center", fontsize=8)
         axes.set_xlim(0, max(values) * 1.3)
         axes.set_title(cell["title"], fontsize=9, loc="left")
-        axes.set_xlabel(f"{field.replace('_', ' ')} ({cell['fields'][field]}), less is better", fontsize=8)
+        axes.set_xlabel(f"{_words(field)} ({cell['fields'][field]}), less is better", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     facts = result["facts"]
