@@ -18,7 +18,7 @@ P ?= fuel-llama
 CORE ?= wheel
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench sabotage clean
+.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -97,6 +97,22 @@ test-plugin-wheel: $(VENV)/.test $(WHEEL_VENV)/.deps
 bench: $(VENV)/.installed $(VENV)/.model ## D1 and D2 on the same prompt
 	$(BIN)/fuel bench "$(MODEL)"
 
+# Peers keep their own environment. llama.cpp is built for this CPU (10 minutes); without it the others are compared.
+PEERS_VENV := $(VENV)-peers
+PEERS_BIN := $(PEERS_VENV)/bin
+ARGS ?=
+
+$(PEERS_VENV)/.installed: constraints.txt
+	test -x $(PEERS_BIN)/python || $(PYTHON) -m venv $(PEERS_VENV)
+	$(PEERS_BIN)/python $(INSTALL_TORCH)
+	$(PEERS_BIN)/python $(INSTALL) transformers accelerate gguf matplotlib
+	CMAKE_ARGS="$$($(PEERS_BIN)/python benchmarks/native_flags.py)" $(PEERS_BIN)/python $(INSTALL) \
+		--no-binary llama-cpp-python llama-cpp-python || echo "llama.cpp was not built and will be left out"
+	touch $@
+
+compare: $(VENV)/.installed $(VENV)/.model $(PEERS_VENV)/.installed ## fuel, transformers, llama.cpp in alternating pairs
+	$(BIN)/python benchmarks/compare.py "$(MODEL)" --peers-python $(PEERS_BIN)/python $(ARGS)
+
 # Every defect of the table over every suite: most of an hour. Not part of `make test`.
 # The files that judge the shared path by logits, counters and events; about half an hour on two cores.
 SABOTAGED_fuel-llama := test_golden.py test_decode_shape_geometry.py
@@ -109,4 +125,4 @@ sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests ea
 
 
 clean: ## remove the environments and what builds left behind
-	rm -rf $(VENV) $(WHEEL_VENV) build dist plugins/*/build plugins/*/dist
+	rm -rf $(VENV) $(WHEEL_VENV) $(PEERS_VENV) build dist plugins/*/build plugins/*/dist
