@@ -9,7 +9,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,7 @@ def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def builds(code_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def builds(code_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Use the shared folder; counts the parts of every build that is started."""
     monkeypatch.setenv("FUEL_CACHE", str(code_folder))
     started: list[int] = []
@@ -55,7 +55,7 @@ def builds(code_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[
         return start(cache, parts, background=background)
 
     monkeypatch.setattr(build_job, "start", counted)
-    yield started
+    return started
 
 
 def windowed(**changes: object) -> ToyBackbone:
@@ -76,7 +76,7 @@ def plan_of(ctx: InferenceContext) -> CompiledPlan:
     return plan
 
 
-# -- right ------------------------------------------------------------------------------------------------------------
+# -- right -----------------------------------------------------------------------------------------------------------
 
 MODELS: dict[str, tuple[Callable[[], DecodeBackbone], Callable[..., torch.Tensor]]] = {
     "windowed": (windowed, reference),
@@ -157,7 +157,7 @@ def test_logits_belong_to_the_caller(builds: list[int]) -> None:
     assert relative(again, expected[3]) < TOLERANCE
 
 
-# -- held like any other plan -----------------------------------------------------------------------------------------
+# -- held like any other plan ----------------------------------------------------------------------------------------
 
 
 def test_models_and_caches_take_turns(builds: list[int]) -> None:
@@ -238,7 +238,7 @@ def test_ops_and_fingerprints_are_the_recordings(builds: list[int]) -> None:
     assert sessions[0].reads == sessions[1].reads
 
 
-# -- other processes ---------------------------------------------------------------------------------------------------
+# -- other processes -------------------------------------------------------------------------------------------------
 
 WARM = """
 import sys
@@ -264,7 +264,7 @@ def test_a_process_that_finds_code_traces_nothing_and_loads_no_compiler(plan: st
     assert done.stdout == "compiled 0 0 []\n"
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
+# -- the bound -------------------------------------------------------------------------------------------------------
 
 
 def sabotaged(recording: Recording, change: Callable[[dict[str, int]], None]) -> lowering.Run:

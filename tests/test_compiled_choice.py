@@ -1,4 +1,4 @@
-"""Which backend serves a step, when code is made, and what becomes of code that cannot be used. No compiler runs here."""
+"""Which backend serves a step, when code is made, and what becomes of code that cannot be used. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def have_code(fake: FakeBuilds, model: ToyBackbone) -> None:
     fake.loads = 0
 
 
-# -- who builds ---------------------------------------------------------------------------------------------------------
+# -- who builds ------------------------------------------------------------------------------------------------------
 
 
 def test_compiled_builds_what_is_missing_and_waits(fake: FakeBuilds) -> None:
@@ -151,7 +151,7 @@ def test_one_build_at_a_time(fake: FakeBuilds) -> None:
     assert ctx.stats.handovers == 3
 
 
-# -- hand-over ---------------------------------------------------------------------------------------------------------
+# -- hand-over -------------------------------------------------------------------------------------------------------
 
 
 def test_a_generation_stays_where_it_began_and_the_next_one_moves(fake: FakeBuilds) -> None:
@@ -236,7 +236,7 @@ def test_backend_is_a_component_of_the_key(fake: FakeBuilds) -> None:
     assert (ctx.stats.plans_built, ctx.stats.rebinds) == (2, 10), "both are still held"
 
 
-# -- code that cannot be used -------------------------------------------------------------------------------------------
+# -- code that cannot be used ----------------------------------------------------------------------------------------
 
 
 def stays_recorded(ctx: InferenceContext, caplog: pytest.LogCaptureFixture, says: str) -> None:
@@ -431,7 +431,7 @@ def test_a_step_that_fails_leaves_the_choice_as_it_was(fake: FakeBuilds, monkeyp
     assert (ctx.stats.handovers, ctx.stats.plan_backend) == (1, "compiled")
 
 
-# -- recordings from disk -------------------------------------------------------------------------------------------------
+# -- recordings from disk --------------------------------------------------------------------------------------------
 
 
 def test_a_stored_recording_spares_the_trace_and_is_checked_like_a_new_one(
@@ -468,7 +468,7 @@ def test_recordings_are_found_again_by_the_same_source_and_config_only(
         assert ctx.stats.plan_backend == "compiled", "code is shared by what it does"
 
 
-# -- the child process ------------------------------------------------------------------------------------------------
+# -- the child process -----------------------------------------------------------------------------------------------
 
 PARENT = """
 import sys

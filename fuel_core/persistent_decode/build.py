@@ -319,6 +319,8 @@ def choose_backend(
     """
     if not ctx.may_compile:
         return ctx.backend, None
+    if keep == "recorded":
+        return keep, None  # nothing is chosen, and no session dropped, in the middle of a sequence
     moved = None
     if not ctx.is_chosen(shape_key, cache.dtype):
         program = _step_program(model, cache, ctx)
@@ -328,7 +330,7 @@ def choose_backend(
         moved = ctx.choose_backend(shape_key, cache.dtype, "compiled" if usable else "recorded")
         if ctx.plan == "compiled" and not usable:
             ctx.record(Disposition.ABSENT, Reason.NO_CODE, Difference("backend", "compiled", "recorded"))
-    return ("recorded" if keep == "recorded" else ctx.backend_of(shape_key, cache.dtype)), moved
+    return ctx.backend_of(shape_key, cache.dtype), moved
 
 
 def compile_step(model: DecodeBackbone, dtype: torch.dtype, *, again: bool = False) -> list[BuiltCode]:
