@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from fuel_core.layers.packed_formats import kernel_input
 from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
 
 __all__ = ["Embedding", "Linear", "linear", "project"]
@@ -80,6 +81,9 @@ def linear(x: Tensor, module: Linear) -> Tensor:
 def project(x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
     """Several products of one input: ``q, k, v = project(x, self.q_proj, self.k_proj, self.v_proj)``.
 
-    The weights may have been fused into one matrix when they were loaded; a family need not know.
+    They may share work that a family need not know of: packed formats cast x once for all of them.
     """
-    return tuple(linear(x, module) for module in modules)
+    if any(module.packed_format is None for module in modules):
+        return tuple(linear(x, module) for module in modules)
+    shared = kernel_input(x)
+    return tuple(module.weight_format.matmul(x, module, module.bias, shared) for module in modules)

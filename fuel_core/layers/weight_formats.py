@@ -48,8 +48,11 @@ class WeightFormat(Protocol):
         """Rows ``first`` to ``last`` of what ``pack`` made, in float32. ``first`` is a multiple of 128."""
         ...
 
-    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
-        """``x [..., in]`` -> ``[..., out]`` in x's dtype."""
+    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None, kernel_input: Tensor | None = None) -> Tensor:
+        """``x [..., in]`` -> ``[..., out]`` in x's dtype.
+
+        kernel_input: ``packed_formats.kernel_input(x)``, which several products of one x may share.
+        """
         ...
 
     def lookup(self, token_ids: Tensor, module: nn.Module) -> Tensor:
@@ -81,7 +84,7 @@ class DenseFormat:
     def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
         return stored["weight"][first:last].to(torch.float32)
 
-    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None, kernel_input: Tensor | None = None) -> Tensor:
         weight = module.weight
         assert isinstance(weight, Tensor)
         if x.dtype == weight.dtype:
