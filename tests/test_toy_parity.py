@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 import torch
-from toy_backbone import LatentBackbone, latent_reference, latent_toy, new_cache, reference, toy
+from toy_backbone import LatentBackbone, latent_reference, latent_toy, new_cache, pack, reference, toy
 
 from fuel_core.persistent_decode import InferenceContext, forward_decode_step, forward_with_kv_context
 
@@ -68,27 +68,27 @@ def of(model, ids=IDS):
 
 
 @cache
-def fixture(name):
-    """The model and the logits ``[T, V]`` it should give; weights are only read."""
-    model = build(name)
+def fixture(name, weights=None):
+    """The model and the logits ``[T, V]`` it should give on the weights it stores; weights are only read."""
+    model = build(name) if weights is None else pack(build(name), weights)
     return model, of(model)
 
 
-def relative_error(logits, name, position):
-    _, expected = fixture(name)
+def relative_error(logits, name, position, weights=None):
+    _, expected = fixture(name, weights)
     return float((logits.double() - expected[position]).norm() / expected[position].norm())
 
 
 FEEDS = {"whole": [PROMPT] + [1] * 12, "in chunks": [2, 3] + [1] * 12, "token by token": [1] * 17}
 
 
-def errors_of(name, feed, ctx, dtype=torch.float32):
-    model, _ = fixture(name)
+def errors_of(name, feed, ctx, dtype=torch.float32, weights=None):
+    model, _ = fixture(name, weights)
     kv, done, errors = new_cache(model, 24, dtype=dtype), 0, []
     for size in FEEDS[feed]:
         logits = forward_decode_step(model, IDS[done : done + size], kv, ctx)
         done += size
-        errors.append(relative_error(logits, name, done - 1))
+        errors.append(relative_error(logits, name, done - 1, weights))
     assert kv.token_ids == IDS
     return errors
 
@@ -133,6 +133,22 @@ def test_a_bfloat16_cache_stays_within_bfloat16s_rounding(name, plan, offset_pat
     errors = errors_of(name, "whole", ctx, dtype=torch.bfloat16)
     assert max(errors) < (TOLERANCE_BF16_ROLLING if "rolling" in name else TOLERANCE_BF16)
     assert max(errors) > TOLERANCE_F32, "this was bfloat16"
+    assert_counters(ctx, "whole")
+
+
+PACKED_TOYS = ["group of 2", "mixed windows", "all at once", "latent", "latent, rolling"]
+
+
+@pytest.mark.parametrize("plan", ["auto", "off"])
+@pytest.mark.parametrize("offset_path", ["device", "symbol"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("name", PACKED_TOYS)
+def test_packed_weights_stay_within_the_rounding_of_their_kernels(name, weights, offset_path, plan):
+    ctx = InferenceContext(offset_path=offset_path, plan=plan)
+    errors = errors_of(name, "whole", ctx, weights=weights)
+    # Worst of all these: 6.1e-2, so that what is calibrated for bfloat16 holds here too.
+    assert max(errors) < TOLERANCE_BF16
+    assert max(errors) > TOLERANCE_F32, "this went through the kernels"
     assert_counters(ctx, "whole")
 
 

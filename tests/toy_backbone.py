@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from fuel_core import layers
 from fuel_core.backbone import DecodeBackbone, DecodeDims, DecodeLayerInputs
 from fuel_core.kv_cache import KeyValue, KvCache, LayerStateSpec, Slots, StateSlot
+from fuel_core.layers.packed_formats import pieces, shape_of
+from fuel_core.layers.weight_formats import FORMATS, store
 from fuel_core.mask_and_rope import MaskPlan, RopePlan, RopeVariant
 
 
@@ -228,6 +230,24 @@ def latent_toy(seed: int = 0, rolling: bool = False, **changes: object) -> Laten
     return model
 
 
+def pack(model: DecodeBackbone, word: str) -> DecodeBackbone:
+    """Store every weight in a packed format, or in int8 where that cannot hold it; returns the model."""
+    for module in model.modules():
+        if isinstance(module, layers.Linear | layers.Embedding):
+            fits = FORMATS[word].cannot_hold(*shape_of(module)) is None
+            store(module, module.weight, word if fits else "int8")
+    return model
+
+
+def matrix(module: layers.Linear | layers.Embedding) -> Tensor:
+    """The matrix that a module stands for, float64."""
+    if module.packed_format is None:
+        return module.weight.double()
+    stored = {name: p for name, p in module.named_parameters() if name != "bias"}
+    n, k = shape_of(module)
+    return torch.cat([module.weight_format.unpacked(stored, (n, k), a, b) for a, b in pieces(n, k)]).double()
+
+
 def new_cache(
     model: DecodeBackbone, max_seq_len: int = 32, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> KvCache:
@@ -242,7 +262,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _linear(x: Tensor, module: layers.Linear) -> Tensor:
-    y = x @ module.weight.double().T
+    y = x @ matrix(module).T
     return y if module.bias is None else y + module.bias.double()
 
 
@@ -272,7 +292,7 @@ def _visible(t: int, window: int | None) -> Tensor:
 def reference(model: ToyBackbone, ids: Sequence[int]) -> Tensor:
     """Logits ``[T, V]`` float64 of the whole sequence, from the model's weights and the plans in force."""
     c = model.config
-    h = model.embed_tokens.weight.double()[list(ids)]
+    h = matrix(model.embed_tokens)[list(ids)]
     if c.embed_scale is not None:
         h = h * c.embed_scale
     t, group = len(ids), c.num_attention_heads // c.num_key_value_heads
@@ -300,12 +320,12 @@ def reference(model: ToyBackbone, ids: Sequence[int]) -> Tensor:
 def latent_reference(model: LatentBackbone, ids: Sequence[int]) -> Tensor:
     """Logits ``[T, V]`` float64 of the whole sequence."""
     c, t = model.config, len(ids)
-    h = model.embed_tokens.weight.double()[list(ids)]
+    h = matrix(model.embed_tokens)[list(ids)]
     for layer in model.layers:
         x = _norm(h, layer.norm.weight, 1e-5)
         if model.rolling:
             padded = torch.cat((torch.zeros(2, x.shape[1], dtype=x.dtype), x))
-            taps, shift = layer.mix.weight.double()[0], padded
+            taps, shift = matrix(layer.mix)[0], padded
             x = taps[0] * shift[:t] + taps[1] * shift[1 : t + 1] + taps[2] * shift[2:]
         q = _rotated(_linear(x, layer.q_proj).view(t, model.HEADS, -1), 10000.0, model.HEAD_DIM, False)
         kv = _linear(_linear(x, layer.down), layer.up).view(t, model.HEADS, -1)

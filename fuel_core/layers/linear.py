@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fuel_core import native
+from fuel_core.layers.packed_formats import kernel_input
 from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
 
 __all__ = ["Embedding", "Linear", "linear", "project"]
@@ -85,7 +86,12 @@ def project(x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
     One row is multiplied by up to three matrices in one go, so write it as one call.
     """
     products = _one_row(x, *modules)
-    return products if products is not None else tuple(linear(x, module) for module in modules)
+    if products is not None:
+        return products
+    if any(module.packed_format is None for module in modules):
+        return tuple(linear(x, module) for module in modules)
+    shared = kernel_input(x)  # torch's packed products all read it in bfloat16
+    return tuple(module.weight_format.matmul(x, module, module.bias, shared) for module in modules)
 
 
 def _one_row(x: Tensor, *modules: Linear) -> tuple[Tensor, ...] | None:

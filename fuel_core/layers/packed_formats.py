@@ -107,6 +107,11 @@ def _finite(values: Tensor) -> Tensor:
     return values
 
 
+def kernel_input(x: Tensor) -> Tensor:
+    """What both kernels read of ``x [..., K]``: bfloat16 ``[R, K]``."""
+    return x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+
+
 @cache
 def dense_product_dtype() -> torch.dtype:
     """What a long prompt is multiplied in: bfloat16 where the CPU multiplies it in hardware, else float32."""
@@ -125,8 +130,8 @@ class _PackedFormat:
     def packed_as(self) -> str | None:
         return self.name
 
-    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
-        """``x [..., K]`` -> ``[..., N]`` in x's dtype."""
+    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None, kernel_input: Tensor | None = None) -> Tensor:
+        """``x [..., K]`` -> ``[..., N]`` in x's dtype. kernel_input: ``kernel_input(x)``, where somebody has it."""
         n, k = shape_of(module)
         flat = x.reshape(-1, k)
         rows = flat.shape[0]
@@ -134,7 +139,7 @@ class _PackedFormat:
         if isinstance(rows, int) and rows >= DENSE_FROM_ROWS[self.name] and self._can_unpack():
             y = self._dense(flat.to(dense_product_dtype()), module)
         else:
-            y = self._kernel(flat.to(torch.bfloat16), module)
+            y = self._kernel(flat.to(torch.bfloat16) if kernel_input is None else kernel_input, module)
         y = y.to(x.dtype)
         if y.shape[1] != n:
             y = y[:, :n]

@@ -16,9 +16,20 @@ from torch import Tensor, nn
 
 from fuel_core import native
 from fuel_core.errors import WeightsError
-from fuel_core.layers.packed_formats import PACKED_PARAMETERS, Int4Format, Int8Format, Rows, TensorRows, pieces
+from fuel_core.layers.packed_formats import (
+    PACKED_PARAMETERS,
+    Int4Format,
+    Int8Format,
+    Rows,
+    TensorRows,
+    dense_product_dtype,
+    pieces,
+)
 
 __all__ = ["FORMATS", "WeightFormat", "canonical_format", "install", "relative_error", "store"]
+
+# From this many rows on a CPU without 16-bit arithmetic multiplies 16-bit weights in float32 (docs/weights.md).
+WIDENED_FROM_ROWS = 8
 
 
 class WeightFormat(Protocol):
@@ -49,8 +60,11 @@ class WeightFormat(Protocol):
         """Rows ``first`` to ``last`` of what ``pack`` made, in float32. ``first`` is a multiple of 128."""
         ...
 
-    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
-        """``x [..., in]`` -> ``[..., out]`` in x's dtype."""
+    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None, kernel_input: Tensor | None = None) -> Tensor:
+        """``x [..., in]`` -> ``[..., out]`` in x's dtype.
+
+        kernel_input: ``packed_formats.kernel_input(x)``, which several products of one x may share.
+        """
         ...
 
     def matrix(self, module: nn.Module) -> native.Matrix:
@@ -86,9 +100,11 @@ class DenseFormat:
     def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
         return stored["weight"][first:last].to(torch.float32)
 
-    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, module: nn.Module, bias: Tensor | None, kernel_input: Tensor | None = None) -> Tensor:
         weight = module.weight
         assert isinstance(weight, Tensor)
+        if weight.dtype != torch.float32 and _widens(x, weight):
+            return _widened(x, weight, bias)
         if x.dtype == weight.dtype:
             return F.linear(x, weight, bias)
         # Converting x costs one row; converting the weight would read and write all of it every step.
@@ -104,6 +120,26 @@ class DenseFormat:
         weight = module.weight
         assert isinstance(weight, Tensor)
         return F.embedding(token_ids, weight).to(torch.float32)
+
+
+def _widens(x: Tensor, weight: Tensor) -> bool:
+    """Whether a 16-bit weight is better multiplied in float32: many rows, on a CPU that cannot multiply 16 bits."""
+    rows = x.shape[-2] if x.dim() > 1 else 1
+    # A number of rows that is a symbol belongs to a recording, which must not branch on it.
+    many = isinstance(rows, int) and rows >= WIDENED_FROM_ROWS
+    return many and weight.device.type == "cpu" and dense_product_dtype() == torch.float32
+
+
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``x Wᵀ + b`` in float32, a piece of W at a time; in x's dtype."""
+    n, k = weight.shape
+    flat = x.reshape(-1, k).to(torch.float32)
+    out = torch.empty(flat.shape[0], n)
+    for first, last in pieces(n, k):
+        torch.mm(flat, weight[first:last].to(torch.float32).t(), out=out[:, first:last])
+    if bias is not None:
+        out += bias.to(torch.float32)
+    return out.to(x.dtype).view(*x.shape[:-1], n)
 
 
 FORMATS: dict[str, WeightFormat] = {
