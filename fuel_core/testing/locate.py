@@ -31,7 +31,7 @@ def declaration_of(family: str) -> Conformance:
     if value is None:
         raise ConformanceError(
             f"check: a family with a declaration expected ({', '.join(sorted(points)) or 'none is published'}), found "
-            f"{family!r}; publish one in the entry-point group {GROUP}, or name a file: fuel check tests/test_{family}.py"
+            f"{family!r}; publish one in the entry-point group {GROUP}, or name a file that has one"
         )
     module, _, name = value.partition(":")
     try:

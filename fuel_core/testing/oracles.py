@@ -170,9 +170,7 @@ class _ReferenceOracle:
         with torch.device("meta"):
             backbone = family.build(spec)
         tied = {taker for taker, _ in backbone.tied_weights()}
-        return {
-            self.checkpoint_name(key): tuple(p.shape) for key, p in backbone.named_parameters() if key not in tied
-        }
+        return {self.checkpoint_name(key): tuple(p.shape) for key, p in backbone.named_parameters() if key not in tied}
 
 
 def reference_oracle(
@@ -202,7 +200,9 @@ class _GoldenOracle:
         from safetensors.torch import load_file
 
         if not self.path.exists():
-            raise ConformanceError(f"golden_oracle: {self.path} expected, found no such file; write it with record_golden")
+            raise ConformanceError(
+                f"golden_oracle: {self.path} expected, found no such file; write it with record_golden"
+            )
         with safe_open(self.path, framework="pt") as file:
             held = json.loads(file.metadata()["checkpoints"]).get(f"{name}/{seed}")
         if held is None or held["asked"] != json.loads(json.dumps(dict(config))):

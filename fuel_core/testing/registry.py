@@ -15,7 +15,7 @@ from fuel_core.errors import ConformanceError
 if TYPE_CHECKING:
     from fuel_core.testing.declaration import Conformance
 
-__all__ = ["Check", "CheckFailed", "CheckSkipped", "MANIFEST", "check", "checks", "fail", "require", "skip"]
+__all__ = ["MANIFEST", "Check", "CheckFailed", "CheckSkipped", "check", "checks", "fail", "require", "skip"]
 
 REQUIRED, OPTIONAL = "required", "optional"
 
@@ -118,7 +118,9 @@ _checks: dict[str, Check] = {}
 _Function = TypeVar("_Function", bound=Callable[[Any], None])
 
 
-def check(*, group: str = REQUIRED, needs: tuple[str, ...] = (), per_config: bool = True) -> Callable[[_Function], _Function]:
+def check(
+    *, group: str = REQUIRED, needs: tuple[str, ...] = (), per_config: bool = True
+) -> Callable[[_Function], _Function]:
     """Register a function as the check named after its file and itself."""
 
     def register(function: _Function) -> _Function:
@@ -149,7 +151,9 @@ def verify(declaration: Conformance) -> None:
     for key in declaration.expected_failures:
         name, _, config = key.partition("[")
         if name not in names or (config and config.removesuffix("]") not in declaration.configs):
-            raise ConformanceError(f"expected_failures: {key!r} is no check of the kit (of a config it is NAME[CONFIG])")
+            raise ConformanceError(
+                f"expected_failures: {key!r} is no check of the kit (of a config it is NAME[CONFIG])"
+            )
 
 
 def fail(message: str) -> NoReturn:

@@ -75,7 +75,7 @@ def _offline() -> Iterator[None]:
         raise CheckFailed("a check reached for the network; families and oracles work offline")
 
     kept = socket.socket.connect
-    socket.socket.connect = refuse  # type: ignore[method-assign, assignment]
+    socket.socket.connect = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:

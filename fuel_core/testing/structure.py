@@ -5,7 +5,7 @@ Looks into the recording machinery on purpose: the kit checks the core's promise
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from unittest import mock
 
@@ -16,11 +16,11 @@ from fuel_core.backbone import DecodeBackbone
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode.build import bind_segments, decode_segments
 from fuel_core.plan_backends import recording as machinery
-from fuel_core.plan_backends.probe import probe
+from fuel_core.plan_backends.probe import ProbeLog, probe
 from fuel_core.plan_backends.recording import Recording
-from fuel_core.plan_backends.segments import HIDDEN, Segment
+from fuel_core.plan_backends.segments import Segment
 
-__all__ = ["RECORD_AT", "segments_of", "step_log", "trace_every_layer", "trace_segments"]
+__all__ = ["RECORD_AT", "segments_of", "step_log", "trace_segments"]
 
 RECORD_AT: Mapping[str, int] = {"cached_len": 91, "attended_len": 92, "window_start": 37}
 _CAPACITY = 257
@@ -39,7 +39,7 @@ def segments_of(
 
 def _walk(
     model: DecodeBackbone, at: Mapping[str, int], capacity: int, *, device_offset: bool = False
-) -> Iterator[tuple[Segment, dict[str, Tensor], object]]:
+) -> Iterator[tuple[Segment, dict[str, Tensor], ProbeLog]]:
     """(segment, scratch inputs, probe log) of each segment at these lengths."""
     owned = {id(t): t for t in (*model.parameters(), *model.buffers())}
     hidden: Tensor | None = None
@@ -51,13 +51,14 @@ def _walk(
         yield segment, scratch, log
 
 
-def step_log(model: DecodeBackbone) -> tuple[Hashable, ...]:
+def step_log(model: DecodeBackbone) -> tuple[tuple[Hashable, ...], ...]:
     """The ops of a step on both offset paths, with every literal and the geometry of every weight."""
-    return tuple(
-        log.ops  # type: ignore[attr-defined]
-        for device_offset in (False, True)
-        for _, _, log in _walk(model, RECORD_AT, _CAPACITY, device_offset=device_offset)
-    )
+    with torch.no_grad():
+        return tuple(
+            log.ops
+            for device_offset in (False, True)
+            for _, _, log in _walk(model, RECORD_AT, _CAPACITY, device_offset=device_offset)
+        )
 
 
 @contextmanager
@@ -68,25 +69,26 @@ def _recording_at(at: Mapping[str, int], capacity: int) -> Iterator[None]:
 
 
 def trace_segments(
-    model: DecodeBackbone, at: Mapping[str, int] = RECORD_AT, capacity: int = _CAPACITY, *, device_offset: bool = False
+    model: DecodeBackbone,
+    at: Mapping[str, int] = RECORD_AT,
+    capacity: int = _CAPACITY,
+    *,
+    device_offset: bool = False,
+    distinct: bool = False,
 ) -> list[Recording]:
     """Trace every segment of its own, sharing none: a guard on a length shows in the segment that has it.
 
+    distinct: only the first of those that did the same when probed at the core's lengths.
     Raises RecordingError naming the family and the segment.
     """
-    made = []
-    with _recording_at(at, capacity):
+    made, seen = [], set()
+    with torch.no_grad(), _recording_at(at, capacity):
         for segment, scratch, log in _walk(model, at, capacity, device_offset=device_offset):
+            if distinct and log.ops in seen:
+                continue
+            seen.add(log.ops)
             where = f"{model.decode_family()}::{segment.name}"
-            recording = machinery._record(segment, scratch, log, where)  # type: ignore[arg-type]
-            machinery._verify(segment, recording, scratch, log, where)  # type: ignore[arg-type]
+            recording = machinery._record(segment, scratch, log, where)
+            machinery._verify(segment, recording, scratch, log, where)
             made.append(recording)
     return made
-
-
-def trace_every_layer(model: DecodeBackbone, at: Sequence[Mapping[str, int]]) -> list[list[Recording]]:
-    """`trace_segments` at each of several lengths."""
-    return [trace_segments(model, lengths) for lengths in at]
-
-
-_ = HIDDEN

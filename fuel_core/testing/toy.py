@@ -216,7 +216,7 @@ def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 def _turned(x: Tensor, frequencies: Sequence[float], scale: float) -> Tensor:
-    """x ``[T, heads, K]``, position = row: each pair is a complex number that is turned."""
+    """X ``[T, heads, K]``, position = row: each pair is a complex number that is turned."""
     half = len(frequencies)
     angle = torch.outer(torch.arange(x.shape[0], dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
     turn = torch.polar(torch.full_like(angle, scale), angle)[:, None]
@@ -339,4 +339,3 @@ CONFORMANCE = Conformance(
     },
     oracle=reference_oracle(reference),
 )
-

@@ -86,7 +86,7 @@ class Case:
             return self.family.build(self.spec if spec is None else spec)
 
     def model(self, seed: int = 0, spec: Any = None, weights: str = "auto") -> DecodeBackbone:
-        """A model of its own with the checkpoint's weights, through the core's readers; ``spec`` replaces its config."""
+        """A model of its own with the checkpoint's weights; ``spec`` replaces its config."""
         backbone = self.build(spec)
         with open_checkpoint(self.prepared(seed)[0]) as checkpoint:
             load_weights(backbone, checkpoint, self.family, weights=weights)

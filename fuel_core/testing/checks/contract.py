@@ -13,10 +13,9 @@ from fuel_core.backbone import DecodeBackbone
 from fuel_core.checkpoint import RawConfig, load_weights, open_checkpoint
 from fuel_core.checkpoint.weights import LoadReport
 from fuel_core.decode_shape import canonical
-from fuel_core.errors import DecodeError, FuelError, WeightsError
+from fuel_core.errors import DecodeError, WeightsError
 from fuel_core.kv_cache import KeyValue, KvCache, Slots
 from fuel_core.persistent_decode import InferenceContext, forward_decode_step, forward_with_kv_context
-from fuel_core.plan_backends.segments import HIDDEN
 from fuel_core.testing.oracles import write_checkpoint
 from fuel_core.testing.registry import check, require, skip
 from fuel_core.testing.workspace import PATHS, Case, Workspace
@@ -38,7 +37,7 @@ def family_record(workspace: Workspace) -> None:
 def config_is_frozen(case: Case) -> None:
     """A spec that can change under a held plan, differs from one reading to the next, or holds what no key can take."""
     spec = case.spec
-    frozen = dataclasses.is_dataclass(spec) and type(spec).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    frozen = dataclasses.is_dataclass(spec) and getattr(type(spec), "__dataclass_params__").frozen  # noqa: B009
     case.require(frozen, f"resolve_config must give a frozen dataclass, found {type(spec).__name__}")
     case.require(case.family.resolve_config(case.raw) == spec, "the same config resolves to two different specs")
     hash(spec)
@@ -115,7 +114,9 @@ def dims_agree(case: Case) -> None:
     layers = len(specs)
     case.require(dims.n_layers == layers, f"dims say {dims.n_layers} layers, the state specs {layers}")
     for name, plan in (("mask", model.decode_mask_plan()), ("rope", model.decode_rope_plan())):
-        case.require(plan.n_layers == layers, f"the {name} plan covers {plan.n_layers} layers, the state specs {layers}")
+        case.require(
+            plan.n_layers == layers, f"the {name} plan covers {plan.n_layers} layers, the state specs {layers}"
+        )
     for index, spec in enumerate(specs):
         case.require(isinstance(spec, KeyValue | Slots), f"layer {index} keeps {spec!r}, a KeyValue or Slots expected")
         if isinstance(spec, KeyValue):
@@ -124,10 +125,14 @@ def dims_agree(case: Case) -> None:
     width = model.decode_rope_plan().width
     case.require(dims.rope_width == width, f"dims say rope_width {dims.rope_width}, the rope plan {width}")
     rows = model.decode_token_embedding()(torch.tensor([[0, 1]]))
-    case.require(list(rows.shape) == [1, 2, dims.hidden], f"dims say hidden {dims.hidden}, the embedding {list(rows.shape)}")
+    case.require(
+        list(rows.shape) == [1, 2, dims.hidden], f"dims say hidden {dims.hidden}, the embedding {list(rows.shape)}"
+    )
     h = torch.zeros(1, 1, dims.hidden)
     out = model.decode_final_norm_and_head(h)
-    case.require(list(out.shape) == [1, 1, dims.vocab], f"dims say vocab {dims.vocab}, the head gives {list(out.shape)}")
+    case.require(
+        list(out.shape) == [1, 1, dims.vocab], f"dims say vocab {dims.vocab}, the head gives {list(out.shape)}"
+    )
     declared = getattr(case.spec, "num_hidden_layers", layers)
     case.require(declared == layers, f"the config has {declared} layers, the state specs {layers}")
 
@@ -153,7 +158,9 @@ def tensors_are_used_once(case: Case) -> None:
     tensors = _tensors(case)
     config = dict(case.raw)
     tied = {taker for taker, _ in case.build().tied_weights()}
-    trials: list[tuple[str, dict[str, torch.Tensor]]] = [("one too many", {**tensors, "fuel.extra.weight": torch.zeros(3)})]
+    trials: list[tuple[str, dict[str, torch.Tensor]]] = [
+        ("one too many", {**tensors, "fuel.extra.weight": torch.zeros(3)})
+    ]
     for name in tensors:
         if name not in tied and name not in report.skipped:
             trials.append((f"without {name}", {k: v for k, v in tensors.items() if k != name}))
@@ -216,7 +223,9 @@ def steps_write_their_own_rows(case: Case) -> None:
                     if axis is None:
                         continue
                     moved = (now != was[slot.name]).movedim(axis, 0).flatten(1).any(1)
-                    case.require(not moved[:at].any(), f"layer {index} rewrites {slot.name!r} of earlier positions ({path})")
+                    case.require(
+                        not moved[:at].any(), f"layer {index} rewrites {slot.name!r} of earlier positions ({path})"
+                    )
                     case.require(moved[at], f"layer {index} does not write {slot.name!r} at its position ({path})")
 
 
@@ -301,20 +310,22 @@ def fixtures_can_see(workspace: Workspace) -> None:
         require(widest <= 24, f"{case.name}: a window of {widest} is too wide for a short run; take 24 or less")
         for parameter in (p for n, p in model.named_parameters() if p.dim() == 1):
             require(float(parameter.std()) > 0.05, f"{case.name}: a vector of the checkpoint is constant")
-        require(dims.rope_width >= 4, f"{case.name}: rope_width {dims.rope_width} has too few frequencies; take 4 or more")
+        require(
+            dims.rope_width >= 4, f"{case.name}: rope_width {dims.rope_width} has too few frequencies; take 4 or more"
+        )
         power = dims.hidden & (dims.hidden - 1) == 0
         require(not power, f"{case.name}: hidden {dims.hidden} is a power of two, which hides wrong strides; take 96")
         heads, head_dim = getattr(case.spec, "num_attention_heads", None), dims.head_dim
         apart |= heads is None or head_dim is None or heads * head_dim != dims.hidden
         rope = model.rope_plan
         require(
-            len(set(rope.variants)) == rope.n_variants, f"{case.name}: two rotations of the plan are equal; vary the base"
+            len(set(rope.variants)) == rope.n_variants,
+            f"{case.name}: two rotations of the plan are equal; vary the base",
         )
         require(dims.n_layers >= 2, f"{case.name}: one layer cannot show what differs between layers; take 2 or more")
     require(apart, "in every config the queries are as wide as the hidden state; give one another head_dim")
     if "grouped_heads" in claimed:
         groups = [c.spec for c in workspace.cases if c.spec.num_key_value_heads < c.spec.num_attention_heads]
-        require(any(s.num_key_value_heads > 1 for s in groups), "no config has several kv heads with several queries each")
-
-
-__all__ = ["HIDDEN", "FuelError", "observed", "respelled"]
+        require(
+            any(s.num_key_value_heads > 1 for s in groups), "no config has several kv heads with several queries each"
+        )

@@ -51,7 +51,9 @@ def imports_no_torch(workspace: Workspace) -> None:
             env={**os.environ, "PYTHONPATH": paths},
         )
         require(done.returncode == 0, f"import {module} fails: {done.stderr.strip().splitlines()[-1:]}")
-        require(not done.stdout.split(), f"import {module} imports {done.stdout.strip()}; import models inside the hook")
+        require(
+            not done.stdout.split(), f"import {module} imports {done.stdout.strip()}; import models inside the hook"
+        )
 
 
 def imports(path: Path) -> Iterator[tuple[str, str | None]]:
@@ -139,7 +141,17 @@ def wheel_installs_and_passes(workspace: Workspace) -> None:
         require(done.returncode == 0, f"the wheel does not build: {done.stdout[-300:]}{done.stderr[-300:]}")
         (wheel,) = Path(folder).glob("*.whl")
         target = Path(folder) / "site"
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target)]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            "--target",
+            str(target),
+        ]
         done = subprocess.run([*install, str(wheel)], capture_output=True, text=True, check=False, timeout=300)
         require(done.returncode == 0, f"the wheel does not install: {done.stderr[-300:]}")
         # The wheel in front of everything else, and the checkout nowhere: what it lacks cannot be found beside it.
@@ -167,6 +179,6 @@ for name in modules:
     assert pathlib.Path(target) in found.parents, f"{name} comes from {found}, not from the wheel"
 from fuel_core.testing.locate import declaration_of
 from fuel_core.testing.runner import run
-bad = [f"{r.name}: {r.detail}" for r in run(declaration_of(family), only=["contract", "correctness.held_steps"]) if r.is_bad]
-sys.exit("; ".join(bad[:3]))
+results = run(declaration_of(family), only=["contract", "correctness.held_steps"])
+sys.exit("; ".join(f"{r.name}: {r.detail}" for r in results if r.is_bad))
 """

@@ -14,13 +14,12 @@ from torch import nn
 
 from fuel_core.backbone import DecodeBackbone
 from fuel_core.checkpoint import RawConfig
-from fuel_core.decode_shape import ModelInstanceId, ShapeKey, canonical
+from fuel_core.decode_shape import ModelInstanceId, ShapeKey
 from fuel_core.errors import FuelError
-from fuel_core.kv_cache import KvCache
 from fuel_core.mask_and_rope import MaskPlan, RopePlan
 from fuel_core.persistent_decode import InferenceContext, Validity
 from fuel_core.persistent_decode.build import session_key
-from fuel_core.testing.registry import check, require, skip
+from fuel_core.testing.registry import check, require
 from fuel_core.testing.structure import step_log
 from fuel_core.testing.workspace import PATHS, Case, Workspace, distance
 
@@ -51,7 +50,11 @@ def candidates(value: Any) -> list[Any]:
         for name in ("theta", "factor", *(f.name for f in dataclasses.fields(value))):
             inner = getattr(value, name, None)
             if isinstance(inner, float):
-                made.append(dataclasses.replace(value, **{name: inner * 0.37 + 1.0}))
+                other = dataclasses.replace(value, **{name: inner * 0.37 + 1.0})
+                made += [] if other in made else [other]
+        theta = getattr(value, "theta", None)
+        if isinstance(theta, float):
+            made.insert(1, dataclasses.replace(value, theta=theta * 0.05))
         return made
     return []
 
@@ -121,8 +124,9 @@ def variants(case: Case) -> tuple[Variant, list[Variant]]:
             if made is not None:
                 found[name] = made
         kept = case.__dict__["_variants"] = (base, list(found.values()))
-    result: tuple[Variant, list[Variant]] = kept
-    return result
+    base, others = kept
+    assert base is not None
+    return base, others
 
 
 @check()
@@ -137,7 +141,7 @@ def fields_that_decide_ops_are_keyed(case: Case) -> None:
 
 @check()
 def fields_that_only_bind_are_not_keyed(case: Case) -> None:
-    """A field that reaches the step through masks or tables alone and is baked: every change of it builds for nothing."""
+    """A field that reaches the step through masks or tables alone and is baked: a change builds for nothing."""
     base, others = variants(case)
     for other in others:
         plans = other.mask != base.mask or other.rope != base.rope
@@ -159,7 +163,9 @@ def an_equal_config_keeps_the_plan(case: Case) -> None:
     model._set_config(dataclasses.replace(model.decode_config()))
     case.require(model.decode_shape_key() == key, "an equal config, another object, gives another key")
     case.run(model, ids[2:], cache=run.cache, ctx=run.ctx)
-    case.require(run.ctx.stats.plans_built == 1, f"an equal config built {run.ctx.stats.plans_built} plans: {_events(run)}")
+    case.require(
+        run.ctx.stats.plans_built == 1, f"an equal config built {run.ctx.stats.plans_built} plans: {_events(run)}"
+    )
 
 
 def _events(run: Any) -> str:
@@ -192,7 +198,9 @@ def bound_fields_are_followed(case: Case) -> None:
                 after = torch.stack([row for _, row in again.rows])
                 changed = dataclasses.replace(case.spec, **{name: value})
                 expected = case.fresh(case.model(spec=changed), ids)
-                case.close(after, expected, f"{name} = {value!r}, set on a live model, against one built with it ({path})")
+                case.close(
+                    after, expected, f"{name} = {value!r}, set on a live model, against one built with it ({path})"
+                )
                 case.require(run.ctx.stats.plans_built == 1, f"{name} = {value!r} built a plan: {_events(run)}")
                 moved = distance(after, before)
                 case.require(moved > 1e-4, f"{name} = {value!r} changes nothing ({moved:.3g}); a bound field must show")
@@ -214,7 +222,7 @@ def bound_fields_are_shown(workspace: Workspace) -> None:
 
 @check()
 def instances_are_told_apart(case: Case) -> None:
-    """A plan, or anything derived from weights, that serves another model: identity by config, by class or by address."""
+    """A plan, or anything derived from weights, that serves another model: identity by class or address."""
     ids = case.ids(8)
     first = case.model()
     second = case.model(seed=1)
@@ -277,9 +285,13 @@ def replaced_weights_are_followed(case: Case) -> None:
         expected = case.fresh(model, ids)
         case.rows_close(again, expected, f"after {swap.__name__.strip('_')}", 1e-5)
         twin = _reloaded(case, model)
-        case.close(expected, case.fresh(twin, ids), f"fresh steps after {swap.__name__.strip('_')}, against a new model")
+        case.close(
+            expected, case.fresh(twin, ids), f"fresh steps after {swap.__name__.strip('_')}, against a new model"
+        )
         case.require(distance(again.last, before) > 1e-4, f"{swap.__name__.strip('_')} does not show in the logits")
-        case.require(run.ctx.stats.plans_built == built, f"{swap.__name__}: {run.ctx.stats.plans_built} plans: {_events(run)}")
+        case.require(
+            run.ctx.stats.plans_built == built, f"{swap.__name__}: {run.ctx.stats.plans_built} plans: {_events(run)}"
+        )
 
 
 def _reloaded(case: Case, model: DecodeBackbone) -> DecodeBackbone:
@@ -303,7 +315,9 @@ def allocations_are_told_apart(case: Case) -> None:
         second = case.run(model, other, capacity=12, ctx=first.ctx)
         case.rows_close(second, case.truth(other), f"a second cache of equal geometry ({path})")
         stats = first.ctx.stats
-        case.require((stats.plans_built, stats.rebound_kv) == (1, 1), f"a cache swap must re-point the plan: {_events(first)}")
+        case.require(
+            (stats.plans_built, stats.rebound_kv) == (1, 1), f"a cache swap must re-point the plan: {_events(first)}"
+        )
         del first.cache
         gc.collect()
         second.cache.truncate_to(4)
@@ -340,6 +354,3 @@ def capacity_dtype_and_device_are_keyed(case: Case) -> None:
     now = session_key(model, small, ctx)
     elsewhere = dataclasses.replace(now, device=torch.device("meta"))
     case.require(now.verdict(elsewhere).validity is Validity.STALE, "another device is not seen")
-
-
-__all__ = ["KvCache", "Variant", "candidates", "canonical", "skip", "variants"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +14,7 @@ from fuel_core.persistent_decode import InferenceContext, forward_with_kv_contex
 from fuel_core.testing.registry import check
 from fuel_core.testing.structure import step_log
 from fuel_core.testing.workspace import PATHS, Case, distance
-from fuel_core.token_data import DecodeLayerInputs
+from fuel_core.token_data import DecodeLayerInputs, compute_decode_token_host
 
 
 @check()
@@ -25,7 +27,7 @@ def one_plan_for_many_tokens(case: Case) -> None:
             run = case.run(case.shared, ids, path=path)
             stats = run.ctx.stats
             found = (stats.plans_built, stats.rebinds, stats.fresh_steps, stats.replans)
-            expected = (1, len(ids) - 1, 0, {})
+            expected = (1, len(ids) - 1, 0, dict[str, int]())
             told = "; ".join(map(str, list(run.ctx.plan_events)[-3:]))
             case.require(found == expected, f"{len(ids)} tokens: (built, rebinds, fresh, replans) {found}: {told}")
     ctx = InferenceContext("cpu")
@@ -110,57 +112,60 @@ def logits_belong_to_the_caller(case: Case) -> None:
                 case.close(row, fresh[index], f"logits of step {index} ({path}, {plan})", 1e-5)
 
 
+_CAPACITY = 11
+
+
+def _layer_inputs(case: Case, layer_idx: int, starts: tuple[int, ...]) -> list[DecodeLayerInputs]:
+    """Inputs of one token for each row, at these positions, on the device-offset path; the same whenever asked."""
+    model = case.shared
+    rope, mask = model.rope_plan.variant_for_layer(layer_idx), model.mask_plan.variant_for_layer(layer_idx)
+    width = model.rope_plan.variants[rope].width
+    spec = model.layer_state_specs()[layer_idx]
+    generator = torch.Generator().manual_seed(5)
+    made = []
+    for start in starts:
+        host = compute_decode_token_host(model.mask_plan, model.rope_plan, [0], start, mask_columns=_CAPACITY)
+        assert host.mask is not None
+        state = {s.name: torch.randn(s.buffer_shape(1, _CAPACITY), generator=generator) for s in spec.slots}
+        made.append(
+            DecodeLayerInputs(
+                h=torch.randn(1, 1, model.decode_dims().hidden, generator=generator),
+                cos=torch.from_numpy(host.rope_cos)[rope, :, :width].view(1, 1, 1, width),
+                sin=torch.from_numpy(host.rope_sin)[rope, :, :width].view(1, 1, 1, width),
+                mask=torch.from_numpy(host.mask)[mask].view(1, 1, 1, _CAPACITY),
+                offset=torch.tensor([start]),
+                cached_len=0,
+                attended_len=0,
+                window_start=0,
+                state=state,
+                state_spec=spec,
+                layer_idx=layer_idx,
+            )
+        )
+    return made
+
+
+def _together(rows: list[DecodeLayerInputs]) -> DecodeLayerInputs:
+    """The same rows as one batch."""
+    stacked = {name: torch.cat([getattr(row, name) for row in rows]) for name in ("h", "cos", "sin", "mask", "offset")}
+    state = {name: torch.cat([row.state[name] for row in rows]) for name in rows[0].state}
+    return dataclasses.replace(rows[0], **stacked, state=state)  # type: ignore[arg-type]
+
+
 @check()
 def a_batch_of_two_is_two_of_one(case: Case) -> None:
     """A layer that drops or mixes the batch: squeezed, viewed as one row, or reduced over it."""
     model = case.shared
-    capacity, starts, seq = 11, (2, 5), 1
-    dims = model.decode_dims()
-    generator = torch.Generator().manual_seed(5)
-    rope, mask = model.rope_plan, model.mask_plan
-    for index, spec in enumerate(model.layer_state_specs()):
-        h = torch.randn(2, seq, dims.hidden, generator=generator)
-        state = {s.name: torch.randn(s.buffer_shape(2, capacity), generator=generator) for s in spec.slots}
-        parts = []
-        for start in starts:
-            from fuel_core.token_data import compute_decode_token_host
-
-            host = compute_decode_token_host(mask, rope, [0] * seq, start, mask_columns=capacity)
-            variant, window = rope.variant_for_layer(index), mask.variant_for_layer(index)
-            width = rope.variants[variant].width
-            assert host.mask is not None
-            parts.append(
-                (
-                    torch.from_numpy(host.rope_cos)[variant, :, :width].view(1, 1, seq, width),
-                    torch.from_numpy(host.rope_sin)[variant, :, :width].view(1, 1, seq, width),
-                    torch.from_numpy(host.mask)[window].view(1, 1, seq, capacity),
-                )
-            )
-
-        def inputs(rows: slice) -> DecodeLayerInputs:
-            return DecodeLayerInputs(
-                h=h[rows].clone(),
-                cos=torch.cat([c for c, _, _ in parts[rows]]),
-                sin=torch.cat([s for _, s, _ in parts[rows]]),
-                mask=torch.cat([m for _, _, m in parts[rows]]),
-                offset=torch.tensor(starts[rows]),
-                cached_len=0,
-                attended_len=0,
-                window_start=0,
-                state={name: buffer[rows].clone() for name, buffer in state.items()},
-                state_spec=spec,
-                layer_idx=index,
-            )
-
+    for index in range(model.decode_dims().n_layers):
+        alone = _layer_inputs(case, index, (2, 5))
+        both = _together(_layer_inputs(case, index, (2, 5)))
         with torch.no_grad():
-            alone = [inputs(slice(n, n + 1)) for n in range(2)]
-            expected = torch.cat([model.decode_apply_layer(index, one) for one in alone])
-            together = inputs(slice(0, 2))
+            expected = torch.cat([model.decode_apply_layer(index, row) for row in alone])
             try:
-                found = model.decode_apply_layer(index, together)
+                found = model.decode_apply_layer(index, both)
             except (RuntimeError, FuelError, ValueError) as error:
                 case.require(False, f"layer {index} fails on a batch of two: {' '.join(str(error).split())[:200]}")
         case.close(found, expected, f"layer {index} on a batch of two", 1e-5)
-        for name in state:
-            both = torch.cat([one.state[name] for one in alone])
-            case.require(distance(together.state[name], both) < 1e-5, f"layer {index} writes {name!r} wrongly in a batch")
+        for name, written in both.state.items():
+            error_in_state = distance(written, torch.cat([row.state[name] for row in alone]))
+            case.require(error_in_state < 1e-5, f"layer {index} writes {name!r} wrongly in a batch")
