@@ -277,11 +277,11 @@ def replaced_weights_are_followed(case: Case) -> None:
     ids = case.ids(7)
     for swap, built in ((_replace_parameter, 2), (_assign_state, 2), (_move, 2), (_in_place, 1)):
         model = case.model()
-        run = case.run(model, ids, capacity=10)
+        run = case.run(model, ids, [2], capacity=10)
         before = run.last
         swap(model)
         run.cache.truncate_to(0)
-        again = case.run(model, ids, cache=run.cache, ctx=run.ctx)
+        again = case.run(model, ids, [2], cache=run.cache, ctx=run.ctx)
         expected = case.fresh(model, ids)
         case.rows_close(again, expected, f"after {swap.__name__.strip('_')}", 1e-5)
         twin = _reloaded(case, model)

@@ -122,14 +122,13 @@ def errors_in_mid_step(case: Case) -> None:
 def addresses_are_reused(case: Case) -> None:
     """Something remembered by address: a model or cache that is gone answers for the next one at the same place."""
     ids = case.ids(6)
-    ctx = InferenceContext("cpu")
-    for turn in range(4):
-        seed = turn % 2
-        model = case.model(seed)
-        for plan in ("off", "recorded"):
-            context = ctx if plan == "recorded" else InferenceContext("cpu", plan="off")
-            run = case.run(model, ids, capacity=8, ctx=context)
+    for plan in ("off", "recorded"):
+        ctx = InferenceContext("cpu", plan=plan)
+        for turn in range(4):
+            seed = turn % 2
+            model = case.model(seed)
+            run = case.run(model, ids, capacity=8, ctx=ctx)
             case.rows_close(run, case.truth(ids, seed), f"model {turn} of several, one after another ({plan})")
-        del run, model
-        gc.collect()
+            del run, model
+            gc.collect()
     case.require(ctx.stats.plans_built == 4, f"four models one after another built {ctx.stats.plans_built} plans")

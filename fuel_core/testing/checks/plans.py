@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fuel_core.errors import FuelError
 from fuel_core.mask_and_rope import MaskPlan
-from fuel_core.persistent_decode import InferenceContext, forward_with_kv_context
+from fuel_core.persistent_decode import InferenceContext, forward_decode_step, forward_with_kv_context
 from fuel_core.testing.registry import check
 from fuel_core.testing.structure import step_log
 from fuel_core.testing.workspace import PATHS, Case, distance
@@ -102,14 +102,15 @@ def logits_belong_to_the_caller(case: Case) -> None:
     for path in PATHS:
         for plan in ("off", "recorded"):
             model, ids = case.model(), case.ids(6)
-            run = case.run(model, ids, path=path, plan=plan)
-            kept = [row.clone() for _, row in run.rows]
-            run.cache.truncate_to(2)
-            case.run(model, ids[2:], cache=run.cache, ctx=run.ctx)
-            fresh = case.fresh(case.model(), ids)
-            for index, (row, copy) in enumerate(zip(kept, [r for _, r in run.rows], strict=True)):
+            cache, ctx = case.cache(model, 8), InferenceContext("cpu", offset_path=path, plan=plan)
+            chunks = [ids[:2], *([token] for token in ids[2:])]
+            held = [forward_decode_step(model, chunks[0], cache, ctx)]
+            copies = [held[0].clone()]
+            for chunk in chunks[1:]:
+                held.append(forward_decode_step(model, chunk, cache, ctx))
+                copies.append(held[-1].clone())
+            for index, (row, copy) in enumerate(zip(held, copies, strict=True)):
                 case.require(torch.equal(row, copy), f"logits of step {index} were overwritten ({path}, {plan})")
-                case.close(row, fresh[index], f"logits of step {index} ({path}, {plan})", 1e-5)
 
 
 _CAPACITY = 11
