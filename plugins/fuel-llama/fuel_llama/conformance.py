@@ -82,6 +82,7 @@ CONFORMANCE = Conformance(
         "smollm3": {
             **SHARED,
             "model_type": "smollm3",
+            "pad_token_id": None,
             "num_hidden_layers": 3,
             "attention_bias": True,
             "no_rope_layers": [1, 0, 1],
