@@ -8,6 +8,7 @@ import typer
 
 from fuel_core.cli.bench import bench
 from fuel_core.cli.chat import chat
+from fuel_core.cli.check import check
 from fuel_core.cli.families import families
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import inspect
@@ -29,6 +30,7 @@ app.command(rich_help_panel=RUN)(chat)
 app.command(rich_help_panel=LOOK)(inspect)
 app.command(rich_help_panel=LOOK)(bench)
 app.command(rich_help_panel=EXTEND)(families)
+app.command(rich_help_panel=EXTEND)(check)
 
 
 @app.callback(invoke_without_command=True)
