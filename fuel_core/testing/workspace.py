@@ -82,8 +82,9 @@ class Case:
 
     def build(self, spec: Any = None) -> DecodeBackbone:
         """The backbone on the meta device."""
+        spec = self.spec if spec is None else spec
         with torch.device("meta"):
-            return self.family.build(self.spec if spec is None else spec)
+            return self.family.build(spec)
 
     def model(self, seed: int = 0, spec: Any = None, weights: str = "auto") -> DecodeBackbone:
         """A model of its own with the checkpoint's weights; ``spec`` replaces its config."""
