@@ -62,6 +62,9 @@ def _module_of(path: Path) -> ModuleType:
 
 
 def _only_one(module: ModuleType, where: str) -> Conformance:
+    named = getattr(module, "conformance", None)
+    if isinstance(named, Conformance):
+        return named
     found = list({id(v): v for v in vars(module).values() if isinstance(v, Conformance)}.values())
     if len(found) != 1:
         raise ConformanceError(f"check: one Conformance expected in {where}, found {len(found)}")

@@ -237,13 +237,19 @@ class _Recorder:
         self.rows: dict[str, Tensor] = {}
 
     def prepare(self, name: str, config: Mapping[str, Any], folder: Path, family: Family, seed: int) -> Logits:
-        from safetensors import safe_open
+        import torch
+        from safetensors.torch import load_file
 
         logits = self.oracle.prepare(name, config, folder, family, seed)
-        shapes: dict[str, list[int]] = {}
+        stored: dict[str, Tensor] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, framework="pt") as opened:
-                shapes |= {key: list(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            stored |= load_file(file)
+        shapes = {key: list(tensor.shape) for key, tensor in stored.items()}
+        if any(not torch.equal(stored[key], made) for key, made in tiny_weights(shapes, seed).items()):
+            raise ConformanceError(
+                f"record_golden: {name}: weights that can be made again from their names expected, found others; "
+                "the oracle stores tensors under other names than its parameters have"
+            )
         written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.checkpoints[f"{name}/{seed}"] = {"asked": dict(config), "config": written, "shapes": shapes}
 
@@ -254,8 +260,10 @@ class _Recorder:
         return noted
 
 
-def record_golden(declaration: Any, path: str | Path) -> int:
+def record_golden(declaration: Any, path: str | Path, only: Sequence[str] = ()) -> int:
     """Run the checks of ``declaration`` and write what its oracle answered to ``path``; returns how many answers.
+
+    only: checks or topics to record for; all without it.
 
     Raises ConformanceError if a check fails: what is wrong must not become the truth.
     """
@@ -266,7 +274,7 @@ def record_golden(declaration: Any, path: str | Path) -> int:
     from fuel_core.testing.runner import run
 
     recorder = _Recorder(declaration.oracle)
-    results = run(dataclasses.replace(declaration, oracle=recorder))
+    results = run(dataclasses.replace(declaration, oracle=recorder), only=only)
     failed = [result.name for result in results if result.is_bad]
     if failed:
         raise ConformanceError(f"record_golden: every check must pass first, found failures: {', '.join(failed)}")
