@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fuel_core.decode_shape import Component, ModelInstanceId, ShapeKey, canonical

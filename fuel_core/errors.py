@@ -24,6 +24,7 @@ A message names what was expected, what was found and what to do next, in one li
     │       └── TopologyChanged        a held plan no longer is what was built
     ├── ConversationError              a saved conversation that cannot be read or written
     ├── BackendUnavailableError        the plan backend asked for cannot run here
+    ├── ConformanceError               a family's declaration to the conformance kit cannot be used
     └── GenerationError                generation parameters or logits that cannot be used
         └── NonFiniteLogitsError       NaN or infinite logits where a token had to be chosen
 """
@@ -39,6 +40,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
     "ConfigError",
+    "ConformanceError",
     "ConversationError",
     "DecodeError",
     "FamilyBrokenError",
@@ -112,6 +114,10 @@ class ChatTemplateError(FuelError):
 
 class ConversationError(FuelError):
     """A saved conversation cannot be read, is none, or cannot be written."""
+
+
+class ConformanceError(FuelError):
+    """A declaration to the conformance kit is misspelt, incomplete, or lacks its oracle."""
 
 
 class DecodeError(FuelError):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from fuel_core.plan_backends import build_job, compiled, lowering
 from fuel_core.code_cache import CodeCache
+from fuel_core.plan_backends import build_job, compiled, lowering
 from fuel_core.plan_backends.recording import Recording
 
 

@@ -17,10 +17,10 @@ import torch
 from toy_backbone import ToyBackbone, latent_reference, latent_toy, new_cache, reference, toy
 
 from fuel_core.backbone import DecodeBackbone
+from fuel_core.code_cache import CodeCache
 from fuel_core.generation import Generation
 from fuel_core.persistent_decode import InferenceContext, Reason, forward_decode_step, forward_with_kv_context
 from fuel_core.plan_backends import LIBRARY, CompiledPlan, build_job, lowering
-from fuel_core.code_cache import CodeCache
 from fuel_core.plan_backends.recording import Recording
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 58, 9, 61, 9, 3, 2, 33]

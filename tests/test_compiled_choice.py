@@ -15,6 +15,7 @@ from fake_code import FakeBuilds
 from toy_backbone import ToyBackbone, new_cache, toy
 from toy_llm import make
 
+from fuel_core.code_cache import CodeCache
 from fuel_core.errors import BackendUnavailableError, PlanError
 from fuel_core.generation import Generation
 from fuel_core.kv_cache import KvCache
@@ -27,7 +28,6 @@ from fuel_core.persistent_decode import (
     forward_with_kv_context_persistent,
 )
 from fuel_core.plan_backends import build_job, compiled, recording
-from fuel_core.code_cache import CodeCache
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]
 

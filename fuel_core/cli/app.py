@@ -8,6 +8,7 @@ import typer
 
 from fuel_core.cli.bench import bench
 from fuel_core.cli.chat import chat
+from fuel_core.cli.check import check
 from fuel_core.cli.compile import compile_model
 from fuel_core.cli.doctor import doctor
 from fuel_core.cli.families import families
@@ -33,6 +34,7 @@ app.command(rich_help_panel=LOOK)(bench)
 app.command(name="compile", rich_help_panel=EXTEND)(compile_model)
 app.command(rich_help_panel=LOOK)(doctor)
 app.command(rich_help_panel=EXTEND)(families)
+app.command(rich_help_panel=EXTEND)(check)
 
 
 @app.callback(invoke_without_command=True)

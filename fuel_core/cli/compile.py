@@ -26,10 +26,10 @@ def compile_model(
     json: Json = False,
 ) -> None:
     """Make the native code of a model's decode step, so that --plan auto and compiled find it."""
+    from fuel_core.code_cache import CacheUnusable
     from fuel_core.errors import BackendUnavailableError
     from fuel_core.llm import load
     from fuel_core.plan_backends import CodeCache
-    from fuel_core.code_cache import CacheUnusable
 
     cache = CodeCache.of_this_user()
     report: dict[str, Any] = {"cache": str(cache.root), "limit_bytes": cache.limit_bytes}

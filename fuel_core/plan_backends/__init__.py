@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from fuel_core.errors import BackendUnavailableError
 from fuel_core.code_cache import CodeCache
+from fuel_core.errors import BackendUnavailableError
 from fuel_core.plan_backends.code_key import shelf_identity
 from fuel_core.plan_backends.compiled import LIBRARY, BuiltCode, CompiledPlan
 from fuel_core.plan_backends.recorded import HeldPlan

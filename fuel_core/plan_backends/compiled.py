@@ -15,9 +15,9 @@ from typing import Any
 
 from torch import Tensor
 
+from fuel_core.code_cache import CacheUnusable, CodeCache, Entry
 from fuel_core.errors import PlanError, TopologyChanged
 from fuel_core.plan_backends import build_job, lowering
-from fuel_core.code_cache import CacheUnusable, CodeCache, Entry
 from fuel_core.plan_backends.code_key import code_key, compiler, environment
 from fuel_core.plan_backends.graph_text import UnwritableGraph, write_graph
 from fuel_core.plan_backends.recorded import HeldPlan

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fuel_core.errors import RecordingError
 from fuel_core.code_cache import CacheUnusable, CodeCache
+from fuel_core.errors import RecordingError
 from fuel_core.plan_backends.code_key import shelf_key
 from fuel_core.plan_backends.emit import emit_python
 from fuel_core.plan_backends.graph_text import UnwritableGraph, read_graph

@@ -1,11 +1,22 @@
-"""What the core ships for testing: the sabotage table. It may import anything; the library never imports it."""
+"""What the core ships for testing: the conformance kit that a family's author points at a family, and sabotage.
+
+    from fuel_core.testing import Conformance, transformers_oracle
+
+    conformance = Conformance(family="fuel_zebra.model:FAMILY", configs={...}, capabilities={...},
+                              oracle=transformers_oracle())
+
+It may import anything; the library never imports it. Importing it imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Sabotage"]
+from fuel_core.testing.declaration import CAPABILITIES, Conformance
+from fuel_core.testing.oracles import golden_oracle, reference_oracle, transformers_oracle
+
+__all__ = ["CAPABILITIES", "Conformance", "Sabotage", "golden_oracle", "reference_oracle", "transformers_oracle"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,379 @@
+"""The machinery of the kit: a declaration that is wrong is refused, a check that goes missing is noticed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fuel_core import cli
+from fuel_core.errors import ConformanceError
+from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, toy
+from fuel_core.testing.checks.contract import respelled
+from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
+from fuel_core.testing.checks.hygiene import private_imports
+from fuel_core.testing.locate import declaration_of
+from fuel_core.testing.mutations import sabotage
+from fuel_core.testing.oracles import record_golden, tiny_weights
+from fuel_core.testing.registry import MANIFEST, Check, checks, require
+from fuel_core.testing.runner import Unit, run, run_unit, units
+from fuel_core.testing.toy import CONFORMANCE
+from fuel_core.testing.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parent.parent
+TOY = "fuel_core.testing.toy:CONFORMANCE"
+
+
+def declared(**changes: Any) -> Conformance:
+    return dataclasses.replace(CONFORMANCE, **changes)
+
+
+# -- declarations -----------------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_capability_is_refused_with_those_that_exist() -> None:
+    with pytest.raises(ConformanceError, match=r"'windows' is no capability.*window_variants"):
+        declared(capabilities={"windows"})
+
+
+def test_a_capability_given_as_one_word_is_refused() -> None:
+    with pytest.raises(ConformanceError, match="a set of words expected"):
+        declared(capabilities="window")
+
+
+def test_no_configs_are_refused() -> None:
+    with pytest.raises(ConformanceError, match="at least one tiny config"):
+        declared(configs={})
+
+
+def test_an_expected_failure_needs_a_reason_and_a_check_that_exists() -> None:
+    with pytest.raises(ConformanceError, match="needs a reason"):
+        declared(expected_failures={"contract.dims_agree": " "})
+    for name in ("contract.dims_agre", "contract.dims_agree[nowhere]"):
+        with pytest.raises(ConformanceError, match="is no check of the kit"):
+            units(declared(expected_failures={name: "because"}))
+
+
+def test_a_family_that_is_nowhere_is_refused() -> None:
+    for name in ("fuel_core.testing.toy:NOBODY", "fuel_nowhere:FAMILY", "fuel_core.testing.toy:BASE"):
+        with pytest.raises(ConformanceError, match="family:"):
+            Workspace(declared(family=name))
+
+
+# -- the register -----------------------------------------------------------------------------------------------------
+
+
+def test_every_check_says_what_it_catches_in_one_paragraph() -> None:
+    for one in checks():
+        assert 20 < len(one.catches) < 200, one.name
+        assert one.needs <= set(CAPABILITIES)
+        assert one.group in ("required", "optional")
+
+
+def test_a_deleted_check_is_an_error_and_so_is_one_that_nobody_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = {one.name: one for one in checks()}
+    monkeypatch.setattr(registry, "_checks", {n: c for n, c in whole.items() if n != "correctness.held_steps"})
+    with pytest.raises(ConformanceError, match=r"not whole: missing \['correctness.held_steps'\]"):
+        checks()
+    extra = dataclasses.replace(whole["correctness.held_steps"], name="correctness.new")
+    monkeypatch.setattr(registry, "_checks", {**whole, "correctness.new": extra})
+    with pytest.raises(ConformanceError, match=r"not in the manifest \['correctness.new'\]"):
+        checks()
+
+
+def test_the_docs_list_every_check_with_what_it_catches() -> None:
+    text = (ROOT / "docs" / "conformance.md").read_text()
+    for one in checks():
+        assert f"| `{one.name}` | {one.catches} |" in text
+    documented = [
+        line.split("`")[1] for line in text.splitlines() if line.startswith("| `") and "." in line.split("`")[1]
+    ]
+    assert documented == [one.name for one in checks()]
+    for word, meaning in CAPABILITIES.items():
+        assert f"| `{word}` | {meaning} |" in text
+
+
+def test_topics_are_files() -> None:
+    folder = ROOT / "fuel_core" / "testing" / "checks"
+    assert {path.stem for path in folder.glob("*.py")} - {"__init__"} == set(MANIFEST)
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def made_check(function: Any, needs: frozenset[str] = frozenset()) -> Unit:
+    return Unit(Check("made.up", "nothing", "required", needs, True, function), "plain")
+
+
+def test_outcomes_are_strict_about_expected_failures() -> None:
+    def bad(case: Any) -> None:
+        require(False, "as it is")
+
+    def good(case: Any) -> None:
+        require(True, "never said")
+
+    plain, expected = Workspace(CONFORMANCE), Workspace(CONFORMANCE)
+    object.__setattr__(expected, "declaration", declared(expected_failures={"made.up": "known"}))
+    assert [run_unit(made_check(f), plain).outcome for f in (bad, good)] == ["failed", "passed"]
+    xfailed, xpassed = (run_unit(made_check(f), expected) for f in (bad, good))
+    assert (xfailed.outcome, xfailed.detail, xfailed.is_bad) == ("xfailed", "known", False)
+    assert (xpassed.outcome, xpassed.is_bad) == ("xpassed", True)
+    assert run_unit(made_check(bad, frozenset({"named_slots"})), plain).outcome == "skipped"
+
+
+def test_a_check_that_reaches_for_the_network_fails() -> None:
+    def reaches(case: Any) -> None:
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
+
+    result = run_unit(made_check(reaches), Workspace(CONFORMANCE))
+    assert (result.outcome, "reached for the network" in result.detail) == ("failed", True)
+
+
+def test_an_error_of_the_family_fails_the_check_with_its_text() -> None:
+    def raises(case: Any) -> None:
+        raise ValueError("two\nlines")
+
+    result = run_unit(made_check(raises), Workspace(CONFORMANCE))
+    assert (result.outcome, result.detail) == ("failed", "plain: ValueError: two lines")
+
+
+def test_a_format_without_a_bound_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core.layers.weight_formats import FORMATS
+
+    monkeypatch.setitem(FORMATS, "int3", FORMATS["f32"])
+    (result,) = (
+        r for r in run(declared(configs={"plain": CONFORMANCE.configs["plain"]}), only=["correctness.weight_formats"])
+    )
+    assert "weight format 'int3' has no bound" in result.detail
+
+
+def test_every_format_of_this_release_has_a_bound() -> None:
+    from fuel_core.layers.weight_formats import FORMATS
+
+    assert set(FORMATS) <= set(FORMAT_BOUNDS)
+
+
+def test_other_spelling_of_a_config_is_the_other_one_and_back() -> None:
+    new = dict(CONFORMANCE.configs["partial"])
+    old = respelled(new)
+    assert old is not None
+    assert (old["rope_theta"], old["rope_scaling"]["type"], old["torch_dtype"]) == (10000.0, "yarn", "float32")
+    assert "rope_parameters" not in old
+    again = respelled(old)
+    assert again == new
+    assert respelled({"hidden_size": 96}) is None
+
+
+def test_weights_are_a_function_of_name_shape_and_seed() -> None:
+    shapes = {"model.norm.weight": (96,), "model.layers.0.q_proj.bias": (80,), "lm_head.weight": (67, 96)}
+    one, same, other = tiny_weights(shapes, 0), tiny_weights(shapes, 0), tiny_weights(shapes, 1)
+    for name in shapes:
+        assert torch.equal(one[name], same[name])
+        assert not torch.equal(one[name], other[name])
+    # Known answers: the raw stream of Philox is the same under every version.
+    assert one["lm_head.weight"][0, :3].tolist() == pytest.approx(KNOWN, abs=1e-7)
+    assert (one["model.norm.weight"] - 1.0).abs().max() > 0.2
+    assert one["model.layers.0.q_proj.bias"].abs().max() > 0.2
+
+
+KNOWN = [-0.07803033, -0.069309, 0.02902707]
+
+
+# -- the other oracles ------------------------------------------------------------------------------------------------
+
+
+def test_a_golden_file_answers_what_it_was_asked_and_nothing_else(tmp_path: Path) -> None:
+    path, only = tmp_path / "toy.safetensors", ["correctness.fresh_steps", "correctness.held_steps"]
+    small = declared(configs={"windowed": CONFORMANCE.configs["windowed"]})
+    assert record_golden(small, path, only=only) == 1
+    golden = dataclasses.replace(small, oracle=golden_oracle(path))
+    assert [r.outcome for r in run(golden, only=only)] == ["passed", "passed"]
+    with pytest.raises(ConformanceError, match="holds no logits of 'windowed'"):
+        run(golden, only=["correctness.windows_crossed_twice"])
+    other = dataclasses.replace(golden, configs={"windowed": {**small.configs["windowed"], "sliding_window": 6}})
+    with pytest.raises(ConformanceError, match="holds no config 'windowed' as it is declared now"):
+        run(other, only=only)
+    with pytest.raises(ConformanceError, match="no such file"):
+        run(dataclasses.replace(small, oracle=golden_oracle(tmp_path / "none")), only=only)
+
+
+def test_a_failing_family_writes_no_golden_file(tmp_path: Path) -> None:
+    from fuel_core.testing.negative_controls import CONTROLS
+
+    wrong = next(c for c in CONTROLS if c.name == "scale-of-hidden").declaration(whole=False)
+    with pytest.raises(ConformanceError, match="every check must pass first"):
+        record_golden(wrong, tmp_path / "wrong.safetensors", only=["correctness.fresh_steps"])
+    assert not (tmp_path / "wrong.safetensors").exists()
+
+
+# -- sabotage ---------------------------------------------------------------------------------------------------------
+
+
+def test_sabotage_catches_what_touches_the_family_and_says_what_does_not() -> None:
+    names = ["rotate-swapped", "interleaved-swapped", "window-wider", "logits-in-a-buffer", "weight:lm_head.weight"]
+    found = {outcome.name: outcome for outcome in sabotage(Workspace(CONFORMANCE), only=names)}
+    assert {name: found[name].outcome for name in names} == {
+        **dict.fromkeys(names, "caught"),
+        "interleaved-swapped": "does not apply",
+    }
+    assert found["window-wider"].by == "correctness.windows_crossed_twice[windowed]"
+
+
+def test_sabotage_leaves_the_process_as_it_was() -> None:
+    from fuel_core import layers
+
+    before = (layers.rotate, layers.RMSNorm.forward, toy.ToyBackbone.decode_mask_plan)
+    sabotage(Workspace(CONFORMANCE), only=["rotate-swapped", "norm-eps", "window-wider"])
+    assert (layers.rotate, layers.RMSNorm.forward, toy.ToyBackbone.decode_mask_plan) == before
+
+
+def test_sabotage_that_no_check_sees_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core.testing import mutations
+
+    harmless = mutations.Mutation("harmless", "nothing", "contract.dims_agree", lambda case: True, built=lambda m: None)
+    monkeypatch.setattr(mutations, "mutations", lambda workspace: [harmless])
+    monkeypatch.setattr(mutations, "units", lambda declaration, only: units(declaration, only=["contract.dims_agree"]))
+    (outcome,) = sabotage(Workspace(CONFORMANCE))
+    assert outcome.outcome == "survived"
+
+
+# -- hygiene ----------------------------------------------------------------------------------------------------------
+
+
+def test_private_imports_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "family.py"
+    path.write_text("from fuel_core import layers\nfrom fuel_core.kv_cache import KvCache\nimport fuel_core.llm\n")
+    assert private_imports([path]) == [
+        "family.py imports KvCache from fuel_core.kv_cache",
+        "family.py imports all from fuel_core.llm",
+    ]
+
+
+# -- fuel check -------------------------------------------------------------------------------------------------------
+
+
+def test_check_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", TOY, "--only", "contract.dims_agree", "--only", "hygiene", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["family"], report["passed"], report["failed"], report["skipped"]) == ("toy", 4, 0, 2)
+    assert report["checks"][0]["name"] == "contract.dims_agree[plain]"
+    assert "sabotage" not in report
+
+
+def test_check_of_a_file_shows_a_failure_and_exits_with_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from fuel_core.testing.negative_controls import CONTROLS\n"
+        "conformance = next(c for c in CONTROLS if c.name == 'hidden-misreported').declaration()\n"
+    )
+    assert cli.main(["check", str(file), "--only", "contract.dims_agree", "--sabotage"]) == 2
+    shown = capsys.readouterr()
+    assert "contract.dims_agree  3 failed" in shown.out
+    assert "dims say hidden 136" in shown.err
+    assert "contract.dims_agree catches: Dims, state specs" in shown.err
+    assert "--sabotage was left out" in shown.err
+    assert "3 of 3 checks failed" in shown.err
+
+
+def test_check_shows_survivors_and_exits_with_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fuel_core.testing import mutations
+
+    survivor = mutations.Outcome("harmless", "nothing", "survived", "", "on plain")
+    monkeypatch.setattr(mutations, "sabotage", lambda workspace, report: [survivor])
+    assert cli.main(["check", TOY, "--only", "contract.family_record", "--sabotage", "--json"]) == 2
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["sabotage"][0]["outcome"] == "survived"
+    assert "1 defects survived: harmless" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["zebra"], "a family with a declaration expected"),
+        (["no/such/file.py"], "found no file"),
+        (["fuel_core.testing.toy:BASE"], "expected to be a Conformance"),
+        ([TOY, "--only", "zonk"], "no check or topic is called zonk"),
+    ],
+)
+def test_check_refuses_in_one_line(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
+def test_a_file_with_two_declarations_and_no_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "two.py"
+    file.write_text(
+        "import dataclasses\nfrom fuel_core.testing.toy import CONFORMANCE as one\n"
+        "two = dataclasses.replace(one, tolerance=1e-4)\n"
+    )
+    with pytest.raises(ConformanceError, match="one Conformance expected.*found 2"):
+        declaration_of(str(file))
+
+
+# -- pytest -----------------------------------------------------------------------------------------------------------
+
+
+def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pytest", "-p", "fuel_core.testing.plugin", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+
+
+AUTHOR = """
+import dataclasses
+from fuel_core.testing.toy import CONFORMANCE
+
+conformance = dataclasses.replace(CONFORMANCE, configs={"plain": CONFORMANCE.configs["plain"]}, expected_failures={
+    "contract.capabilities_are_true": "one config cannot show them all",
+    "contract.dims_agree[plain]": "it passes: strict",
+})
+"""
+
+
+def test_pytest_collects_named_checks_with_strict_expected_failures(tmp_path: Path) -> None:
+    (tmp_path / "test_author.py").write_text(AUTHOR)
+    done = run_pytest(tmp_path, "-v", "-k", "contract or wheel", "-rs")
+    assert "test_author.py::conformance::contract.family_record PASSED" in done.stdout
+    assert "test_author.py::conformance::contract.errors_carry_the_family[plain] PASSED" in done.stdout
+    assert "contract.capabilities_are_true XFAIL" in done.stdout
+    assert "contract.dims_agree[plain] FAILED" in done.stdout
+    assert "hygiene.wheel_installs_and_passes SKIPPED (optional: run with --fuel-optional)" in done.stdout
+    assert done.returncode == 1
+
+
+def test_pytest_shows_a_failure_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "test_author.py").write_text(
+        "from fuel_core.testing.negative_controls import CONTROLS\n"
+        "conformance = next(c for c in CONTROLS if c.name == 'hidden-misreported').declaration()\n"
+    )
+    done = run_pytest(tmp_path, "-k", "dims_agree and plain")
+    assert "plain: dims say hidden 136, the embedding [1, 2, 96]" in done.stdout
+    assert "It catches: Dims, state specs" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_starting_pytest_with_the_plugin_imports_no_torch(tmp_path: Path) -> None:
+    (tmp_path / "test_light.py").write_text(
+        "import sys\n\n\ndef test_light():\n    assert 'torch' not in sys.modules\n    assert 'numpy' not in sys.modules\n"
+    )
+    done = run_pytest(tmp_path, "-q")
+    assert "1 passed" in done.stdout, done.stdout
+
+
+def test_the_plugin_is_published_under_the_name_of_its_module() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points.pytest11]\n"fuel_core.testing.plugin" = "fuel_core.testing.plugin"' in text
