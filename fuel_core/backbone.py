@@ -24,6 +24,7 @@ from fuel_core.errors import ConfigError, GeometryError
 from fuel_core.kv_cache import KvCache, LayerStateSpec, kv_dims, specs_component
 from fuel_core.layers.linear import Embedding, Linear
 from fuel_core.mask_and_rope import MaskPlan, RopePlan
+from fuel_core.profiling import span
 from fuel_core.token_data import (
     DecodeLayerInputs,
     DecodeTokenData,
@@ -358,19 +359,21 @@ class PersistentDecodeModel(nn.Module, ABC):
 
         mask_columns: columns of the mask, None when nothing reads it. into: the buffers a held plan owns.
         """
-        host = compute_decode_token_host(
-            self.mask_plan, self.rope_plan, token_ids, cache.cached_len, mask_columns=mask_columns
-        )
-        return upload_decode_token_data(
-            host,
-            rope_plan=self.rope_plan,
-            n_mask_variants=self.mask_plan.n_variants,
-            dtype=cache.dtype,
-            device=cache.device,
-            device_offset=device_offset,
-            mask_columns=cache.max_seq_len,
-            into=into,
-        )
+        with span("fuel.token_data"):
+            host = compute_decode_token_host(
+                self.mask_plan, self.rope_plan, token_ids, cache.cached_len, mask_columns=mask_columns
+            )
+        with span("fuel.upload"):
+            return upload_decode_token_data(
+                host,
+                rope_plan=self.rope_plan,
+                n_mask_variants=self.mask_plan.n_variants,
+                dtype=cache.dtype,
+                device=cache.device,
+                device_offset=device_offset,
+                mask_columns=cache.max_seq_len,
+                into=into,
+            )
 
 
 class DecodeBackbone(PersistentDecodeModel):

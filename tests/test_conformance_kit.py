@@ -318,7 +318,7 @@ def test_a_file_with_two_declarations_and_no_name_is_refused(tmp_path: Path) -> 
         "import dataclasses\nfrom fuel_core.testing.toy import CONFORMANCE as one\n"
         "two = dataclasses.replace(one, tolerance=1e-4)\n"
     )
-    with pytest.raises(ConformanceError, match="one Conformance expected.*found 2"):
+    with pytest.raises(ConformanceError, match=r"one Conformance expected.*found 2"):
         declaration_of(str(file))
 
 

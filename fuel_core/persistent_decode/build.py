@@ -34,6 +34,7 @@ from fuel_core.plan_backends import (
     record_program,
     shelf_identity,
 )
+from fuel_core.profiling import span
 from fuel_core.token_data import DecodeLayerInputs, DecodeTokenData
 
 __all__ = [
@@ -282,7 +283,8 @@ def build_decode_graph(
     segments = decode_segments(model, cache.dtype, device_offset=device_offset, all_positions=all_positions)
     bindings = bind_segments(model, segments, data, cache)
     if not held:
-        return BuiltStep(run_segments(segments, bindings, data), None)
+        with span("fuel.run"):
+            return BuiltStep(run_segments(segments, bindings, data), None)
     program = _program(model, segments, bindings, cache, ctx)
     key = session_key(model, cache, ctx, backend)
     plan: HeldPlan | None = _compiled_plan(program, segments, bindings) if key.backend == "compiled" else None
