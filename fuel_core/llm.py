@@ -102,7 +102,8 @@ def load(
 ) -> LanguageModel:
     """Load a checkpoint: a Hugging Face folder, a .gguf file, or a Hub id present in the local Hub cache.
 
-    - `weights`: format the parameters are stored in; "auto" keeps the checkpoint's.
+    - `weights`: format the parameters are stored in: "f32", "bf16", "f16", "int8", "int4"; "auto" keeps the
+      checkpoint's, for a GGUF file each tensor at its own width (docs/weights.md).
     - `dtype`: dtype of activations and KV cache; "auto" is the dtype the weights were loaded in (the checkpoint's,
       unless `weights` names another), but float32 on a CPU where weights are compressed (16-bit products are slower
       there). "f32" and "float32" are the same word.

@@ -23,6 +23,7 @@ from fuel_core.layers.packed_formats import (
     Rows,
     TensorRows,
     dense_product_dtype,
+    int4_layout,
     pieces,
 )
 
@@ -176,6 +177,7 @@ def install(module: nn.Module, packed_as: str | None, stored: Mapping[str, Tenso
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
         module.register_parameter(name, parameter)
     module.packed_format = packed_as  # type: ignore[assignment]
+    module.packed_layout = repr(int4_layout()) if packed_as == "int4" else None  # type: ignore[assignment]
 
 
 def relative_error(chosen: WeightFormat, stored: dict[str, Tensor], source: Rows) -> float:
