@@ -37,7 +37,8 @@ PATHS = ["device", "symbol"]
 
 
 def close(logits, expected, atol=1e-5):
-    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol)
+    # Of the largest logit where that is above 1: weights drawn anew make some of 8. Genuine: 4e-6; the mildest defect: 6e-2.
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol * max(1.0, expected.abs().max().item()))
 
 
 def decode(model, cache, ctx, ids, check=None):
@@ -550,7 +551,7 @@ def test_a_cache_of_other_capacity_or_dtype_is_built_anew_and_one_of_equal_is_no
     [("offset_path", "device", Reason.OFFSET_PATH), ("backend", "another", Reason.BACKEND)],
 )
 def test_another_offset_path_or_backend_is_built_anew_and_going_back_is_not(name, value, reason):
-    model, ctx = toy(), InferenceContext()
+    model, ctx = toy(), InferenceContext(plan="recorded")
     cache, was = new_cache(model), getattr(ctx, name)
     decode(model, cache, ctx, [3, 1], reference)
     setattr(ctx, name, value)

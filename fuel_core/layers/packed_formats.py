@@ -215,7 +215,7 @@ class Int8Format(_PackedFormat):
         return F.pad(x, (0, missing)) if missing else x
 
     def matrix(self, module: nn.Module) -> native.Matrix:
-        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale"))
+        return native.Matrix(_tensor(module, "weight"), _scale(module, "weight_scale"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale = _scale(module, "weight_scale")
@@ -345,7 +345,7 @@ class Int4Format(_PackedFormat):
         return int4_layout() is not None
 
     def matrix(self, module: nn.Module) -> native.Matrix:
-        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale_and_zero"))
+        return native.Matrix(_tensor(module, "weight"), _scale(module, "weight_scale_and_zero"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale_and_zero = _scale(module, "weight_scale_and_zero")
