@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, overloa
 
 import torch
 
-from fuel_core.checkpoint import load_weights, open_checkpoint
+from fuel_core.checkpoint import LoadReport, load_weights, open_checkpoint
 from fuel_core.checkpoint.weights import check_layer_count
 from fuel_core.discovery import family_for
 from fuel_core.errors import (
@@ -134,7 +134,7 @@ def load(
     backbone.eval().requires_grad_(False)
     if place.type != "cpu":
         backbone.to(place)
-    return LanguageModel(
+    model = LanguageModel(
         backbone,
         checkpoint=checkpoint,
         dtype=_activation_dtype(dtype, backbone, report.dtype, device=place),
@@ -142,6 +142,8 @@ def load(
         max_seq_len=max_seq_len,
         plan=plan,
     )
+    model.load_report = report
+    return model
 
 
 class RequestOptions(TypedDict, total=False):
@@ -496,7 +498,7 @@ class LanguageModel:
     `config` is the backbone's frozen resolved spec; `dtype` and `device` are those of activations and caches;
     `prefill_chunk` is how many prompt tokens run at once. Requests without a thread of their own (the async ones, and a
     second reply while a thread's first is still open) share a few caches more. `close()`, or the end of a `with` block,
-    lets go of caches, plans and weights.
+    lets go of caches, plans and weights. `load_report` is what `load` found out about formats; None without it.
     """
 
     def __init__(
@@ -523,6 +525,7 @@ class LanguageModel:
         self.plan = plan
         self.max_seq_len = max_seq_len
         self.prefill_chunk = prefill_chunk
+        self.load_report: LoadReport | None = None
         self._tokenizer = tokenizer
         self._tokenizer_error: str | None = None
         self._stop_ids: frozenset[int] = frozenset()
