@@ -93,7 +93,7 @@ class DenseFormat:
         if isinstance(source, TensorRows):
             return {"weight": source.tensor.to(self.dtype)}
         n, k = source.shape
-        weight = torch.empty(n, k, dtype=self.dtype)
+        weight = torch.empty(n, k, dtype=self.dtype, device="cpu")
         for first, last in pieces(n, k):
             weight[first:last] = source.rows(first, last)
         return {"weight": weight}
@@ -135,7 +135,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x Wᵀ + b`` in float32, a piece of W at a time; in x's dtype."""
     n, k = weight.shape
     flat = x.reshape(-1, k).to(torch.float32)
-    out = torch.empty(flat.shape[0], n)
+    out = flat.new_empty(flat.shape[0], n)
     for first, last in pieces(n, k):
         torch.mm(flat, weight[first:last].to(torch.float32).t(), out=out[:, first:last])
     if bias is not None:

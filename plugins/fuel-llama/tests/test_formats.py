@@ -165,6 +165,20 @@ def test_gguf_auto_keeps_each_tensor_at_its_width(tmp_path: Path) -> None:
         assert backbone.model.layers[0].self_attn.q_proj.bias.dtype == torch.float32
 
 
+def test_gguf_auto_dequantises_for_another_device(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference_model(**CONFIG), stored=gguf.GGMLQuantizationType.Q4_1)
+    checkpoint = open_checkpoint(path)
+    with torch.device("meta"):
+        backbone = FAMILY.build(FAMILY.resolve_config(checkpoint.raw))
+    report = load_weights(backbone, checkpoint, FAMILY, device="cuda")
+    assert (report.weights, set(report.formats.values())) == ("f32", {"f32"})
+    again = load_weights(backbone, checkpoint, FAMILY)  # over the dense parameters, and then over the packed ones
+    assert (again.weights, again.dtype) == ("int4", "float32")
+    third = load_weights(backbone, checkpoint, FAMILY, weights="bf16")
+    assert set(third.formats.values()) == {"bf16"}
+    assert not [name for name, _ in backbone.named_parameters() if "scale" in name]
+
+
 def test_loading_a_quantised_file_never_holds_a_matrix_in_float32(tmp_path: Path) -> None:
     """Bytes that torch and numpy allocate while loading, to the byte and on any machine."""
     reference = reference_model(**{**CONFIG, "vocab_size": 50_000, "num_hidden_layers": 1})
