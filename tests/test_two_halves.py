@@ -37,7 +37,7 @@ PATHS = ["device", "symbol"]
 
 
 def close(logits, expected, atol=1e-5):
-    # Of the largest logit where that is above 1: weights drawn anew make some of 8. Genuine: 4e-6; the mildest defect: 6e-2.
+    # Of the largest logit where that is above 1 (weights drawn anew make 8). Genuine: 4e-6; the mildest defect: 6e-2.
     torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol * max(1.0, expected.abs().max().item()))
 
 
