@@ -151,6 +151,39 @@ def test_an_unknown_layout_leaves_the_product_to_the_kernel(monkeypatch: pytest.
     assert "layout" in str(FORMATS["int4"].cannot_hold(64, 64))
 
 
+@pytest.mark.parametrize("block", [16, 32, 64])
+@pytest.mark.parametrize("halves", [True, False])
+def test_layouts_of_other_cpus_are_unpacked_as_well(block: int, halves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = packed_formats._Layout(block, halves)
+    codes = torch.randint(0, 16, (128, 64), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    low, high = layout.nibbles(codes.view(-1, block, 64).transpose(1, 2))
+    stored = {
+        "weight": (low | high << 4).to(torch.uint8).reshape(128, 32),
+        "weight_scale_and_zero": normal(2, 128, 2, seed=1).bfloat16(),
+    }
+    scale, zero = (t.t().repeat_interleave(32, dim=1) for t in stored["weight_scale_and_zero"].float().unbind(-1))
+    expected = (codes - 8) * scale + zero
+    monkeypatch.setattr(packed_formats, "int4_layout", lambda: layout)
+    assert torch.equal(FORMATS["int4"].unpacked(stored, (128, 64), 0, 128), expected)
+    table = layers.Embedding(128, 64)
+    install(table, "int4", stored)
+    assert torch.equal(table(torch.arange(128).view(1, -1))[0], expected)
+    module = layers.Linear(64, 128)
+    install(module, "int4", stored)
+    x = normal(1, 70, 64, seed=5)
+    monkeypatch.setattr(packed_formats, "dense_product_dtype", lambda: torch.float32)
+    assert error(module(x), x @ expected.T) < DENSE_ERROR
+
+
+@pytest.mark.parametrize("word", PACKED)
+def test_a_cpu_with_16_bit_products_unpacks_to_16_bits(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_formats, "dense_product_dtype", lambda: torch.bfloat16)
+    module, x = packed_linear(word, 67, 96), normal(1, 70, 96, seed=5)
+    expected = x.double() @ unpacked(module).double().T + module.bias.double()
+    # Inputs, unpacked numbers and results are rounded to bfloat16: genuine 0.0030.
+    assert DENSE_ERROR < error(module(x), expected) < KERNEL_ERROR
+
+
 @pytest.mark.parametrize("word", PACKED)
 def test_rows_of_one_number_and_of_zeros_come_back(word: str) -> None:
     weight = torch.zeros(3, 64)
