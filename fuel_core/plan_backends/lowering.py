@@ -27,8 +27,8 @@ from fuel_core.plan_backends.rewrites import REWRITES, Rewrite
 __all__ = ["BOUNDS", "CASES", "SPOT_CHECKS", "LoweringError", "Signature", "carrier", "load", "lower", "worst_error"]
 
 # Length of the difference over the length of what the recording gives, worst of output and state over all cases.
-# Genuine, SmolLM2 and the toys: 2e-6 in float32, 1.1e-2 in bfloat16. A window start, a read length or a
-# write position off by one: 0.3 at least in any of them (tests/test_compiled.py measures both).
+# Genuine, for toys and a model of 135M parameters: 2.4e-6 in float32, 1.1e-2 in bfloat16. A window start, a read length
+# or a write position off by one: 0.34 at least in any of them (tests/test_compiled.py measures both).
 BOUNDS = {"float32": 5e-5, "bfloat16": 5e-2, "float16": 1e-2}
 
 # Where code and recording are compared: (capacity, cached_len, window_start). The corners are here because code is
