@@ -231,7 +231,7 @@ class Generation:
 
     def _forward(self, ids: list[int]) -> Tensor:
         """Run `ids`; a single one is a decode step and stays on the plan backend that the first one found."""
-        if len(ids) > 1:
+        if len(ids) > 1 or not self.ctx.may_compile:
             return forward_decode_step(self.backbone, ids, self.cache, self.ctx)
         if self._backend is None:
             self.ctx.refresh_backend()
