@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from toy_backbone import ToyBackbone, ToyConfig, _linear, _norm, attended, fill, matrix
 from torch import Tensor, nn
+from toy_backbone import ToyBackbone, ToyConfig, _linear, _norm, attended, fill, matrix
 
 from fuel_core import layers
 from fuel_core.backbone import DecodeLayerInputs
