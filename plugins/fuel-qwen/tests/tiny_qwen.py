@@ -234,7 +234,7 @@ _IN_FILE = {
 
 
 def _in_file(model: Any) -> dict[str, Tensor]:
-    """Tensors under the names and in the shapes of a GGUF file: rows as they are, experts stacked, gate and up apart."""
+    """Tensors as a GGUF file has them: rows as they are, experts stacked, their gate and up apart."""
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -263,7 +263,7 @@ def write_gguf(
 ) -> Path:
     """A GGUF file of ``model`` as the converter writes it: what its format has no room for is left out.
 
-    Matrices are stored as ``stored``, vectors and routers as float32. ``metadata``: more keys, or None to leave one out.
+    Matrices are stored as ``stored``, vectors and routers as float32. metadata: more keys; None leaves one out.
     """
     c = model.config
     arch = {"qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}[c.model_type]
