@@ -95,7 +95,7 @@ def test_a_yarn_edit_by_hand_keeps_the_base() -> None:
     assert (edited.rope.kind, edited.rope.factor, edited.rope.theta) == ("yarn", 4.0, plain.rope.theta)
 
 
-# -- windows: two gates, and a list that wins ---------------------------------------------------------------------------
+# -- windows: two gates, and a list that wins ----
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_config_that_contradicts_itself_is_refused(changes: dict[str, Any], me
         resolve({**config, "use_sliding_window": True, "sliding_window": 4}, **changes)
 
 
-# -- experts -------------------------------------------------------------------------------------------------------------
+# -- experts ----
 
 
 def test_sparse_layers_are_every_step_th_and_none_of_those_listed() -> None:
@@ -179,7 +179,7 @@ def test_impossible_experts_are_refused(changes: dict[str, Any], message: str) -
         resolve(PUBLISHED["qwen3-30b-a3b"]["config"], **changes)
 
 
-# -- refused by name -----------------------------------------------------------------------------------------------------
+# -- refused by name ----
 
 
 @pytest.mark.parametrize("name", REFUSED)
