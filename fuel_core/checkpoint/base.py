@@ -81,10 +81,21 @@ class Checkpoint(ABC):
         """Whether `tensor(name)` is the file mapping itself rather than a copy."""
 
     def rows(self, name: str) -> Rows:
-        """A matrix to be read some rows at a time; quantised ones are never dequantised as a whole."""
+        """A matrix to be read some rows at a time; quantised ones are never dequantised as a whole.
+
+        A stack ``[E, N, K]`` reads as ``[E * N, K]``.
+        """
         from fuel_core.layers.packed_formats import TensorRows
 
-        return TensorRows(self.tensor(name))
+        return TensorRows(self.tensor(name).flatten(0, -2))
+
+    def matrices(self, name: str) -> list[Rows]:
+        """The matrices of a stack ``[E, N, K]``, each to be read some rows at a time."""
+        from fuel_core.layers.packed_formats import RowRange
+
+        count, n, _ = self.tensor_info(name).shape
+        rows = self.rows(name)
+        return [RowRange(rows, first, first + n) for first in range(0, count * n, n)]
 
     def release(self, name: str) -> None:  # noqa: B027 - optional: most tensors stay mapped
         """Say that a tensor was read for the last time: its pages may leave memory. Reading it again is allowed."""
