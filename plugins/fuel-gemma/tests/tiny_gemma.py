@@ -146,9 +146,7 @@ def weights_for(shapes: Mapping[str, Sequence[int]], seed: int = 0, *, tied: boo
     found: dict[str, Tensor] = {}
     for name, shape in shapes.items():
         u = numbers(name, shape, seed)
-        if name.endswith("norm.weight"):
-            values = 0.4 * u
-        elif name.endswith(".bias"):
+        if name.endswith("norm.weight") or name.endswith(".bias"):
             values = 0.4 * u
         elif name.endswith("embed_tokens.weight"):
             values = (0.5 if tied else 1.0) * u * (3.0 / shape[1]) ** 0.5
