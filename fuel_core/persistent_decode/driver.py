@@ -15,6 +15,7 @@ from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode.build import check_step
 from fuel_core.persistent_decode.context import InferenceContext
 from fuel_core.persistent_decode.session import DecodeSession
+from fuel_core.profiling import span
 
 __all__ = ["rebind_and_realize_prebuilt"]
 
@@ -42,6 +43,7 @@ def rebind_and_realize_prebuilt(
         mask_columns=cache.max_seq_len if "mask" in session.reads else None,
         into=session.bound,
     )
-    logits = session.plan.run(session.bound.symbols)
+    with span("fuel.run"):
+        logits = session.plan.run(session.bound.symbols)
     cache.advance(token_ids, model.content_version())
     return logits

@@ -80,7 +80,12 @@ class _HeadRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dim() >= 2 and out.shape[-1] == self.vocab and "mm" in str(func):
+        if (
+            isinstance(out, Tensor)
+            and out.dim() >= 2
+            and out.shape[-1] == self.vocab
+            and ("mm" in str(func) or "fuel.product" in str(func))
+        ):
             self.rows += out.numel() // self.vocab
         return out
 
