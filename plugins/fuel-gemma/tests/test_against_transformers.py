@@ -94,7 +94,7 @@ DIFFERENCES = [
 
 @pytest.mark.parametrize(("name", "change"), DIFFERENCES)
 def test_a_wrong_part_is_far_outside_the_tolerance(name: str, change: dict[str, Any]) -> None:
-    """Two references that differ in one part, at the lengths of the parity above, which would be blind were they near."""
+    """Two references that differ in one part, at the lengths of the parity above, which would be blind if near."""
     assert separation(reference_of(name), reference_of(name, **change)) > 1000 * F32_TOLERANCE
 
 
@@ -127,7 +127,6 @@ def test_bfloat16_stays_within_rounding_of_the_reference(name: str, tmp_path: Pa
 # -- packed weights ---------------------------------------------------------------------------------------------------
 
 PACKABLE = {
-    **GEMMA3,
     "num_hidden_layers": 3,
     "head_dim": 32,
     "intermediate_size": 160,
