@@ -92,7 +92,7 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    from fuel_core.checkpoint.gguf_file import GgufCheckpoint
+    from fuel_core.checkpoint.gguf_file import GgufCheckpoint, shard_paths
     from fuel_core.checkpoint.huggingface import HuggingFaceCheckpoint
 
     has_config = (folder / "config.json").is_file()
@@ -105,7 +105,7 @@ def _open_folder(folder: Path) -> Checkpoint:
             "(peft: merge_and_unload) and open the result"
         )
     if ggufs and not safetensors:
-        if len(ggufs) > 1:
+        if len(ggufs) > 1 and not set(ggufs) <= set(shard_paths(ggufs[0])):
             raise CheckpointNotFoundError(
                 f"{folder}: expected one .gguf file, found {len(ggufs)} ({', '.join(f.name for f in ggufs[:4])}"
                 f"{', ...' if len(ggufs) > 4 else ''}); name the file you mean"
