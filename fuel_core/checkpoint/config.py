@@ -762,6 +762,7 @@ class ConfigReader:
         if kind in ("default", "linear"):
             return None
         if block.get(key) is not None:
+            self._rope_flat(block, key, key)
             return self._integer(f"rope {key}", block[key], 1)
         if self._present(key):
             return self._integer(key, self.raw[key], 1)
