@@ -40,12 +40,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"path: expected a folder, a .gguf file or a Hub id, found the empty text {text!r:.80}; name the "
             "checkpoint ('.' is the current folder)"
         )
-    with reading(shown(text, 200) if not text.isprintable() else text):
+    with reading(listed([text])):
         return _open(text)
 
 
 def _open(text: str) -> Checkpoint:
-    place = Path(text).expanduser()
+    try:
+        place = Path(text).expanduser()
+    except RuntimeError:  # "~name" of nobody
+        place = Path(text)
     if place.is_dir():
         return _open_folder(place)
     if place.is_file():
@@ -158,7 +161,7 @@ def _hub_snapshot(text: str) -> Path:
     match = _HUB_ID.fullmatch(text)
     if match is None or text.endswith(_FILE_SUFFIXES):
         raise CheckpointNotFoundError(
-            f"{text}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; check it"
+            f"{listed([text])}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; check it"
         )
     repo, revision = match["repo"], match["revision"] or "main"
     cache = hub_cache_folder()
