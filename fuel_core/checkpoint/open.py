@@ -161,7 +161,8 @@ def _hub_snapshot(text: str) -> Path:
     match = _HUB_ID.fullmatch(text)
     if match is None or text.endswith(_FILE_SUFFIXES):
         raise CheckpointNotFoundError(
-            f"{listed([text])}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; check it"
+            f"{listed([text])}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; "
+            "check it"
         )
     repo, revision = match["repo"], match["revision"] or "main"
     cache = hub_cache_folder()
