@@ -254,7 +254,7 @@ class KvCache:
                     }
                     for spec in self.specs
                 ]
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise CapacityError(
                     f"KvCache: {self.nbytes} bytes for {self.max_seq_len} positions could not be allocated on "
                     f"{self.device}; use a smaller max_seq_len"

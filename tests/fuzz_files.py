@@ -165,7 +165,7 @@ def mutated_config(base: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         elif kind == 1:
             config = {"model_type": "toy", "text_config": config}
         elif kind == 2 and isinstance(place.get(key), (int, float)) and not isinstance(place[key], bool):
-            place[key] = rng.choice((-place[key], place[key] + 1, place[key] - 1, str(place[key]), [place[key]]))
+            place[key] = rng.choice((-place[key], place[key] + 1, place[key] - 1, "1", [place[key]]))
         elif kind == 3:
             place[rng.choice(_KEYS)] = copy.deepcopy(place.get(key))
         else:
