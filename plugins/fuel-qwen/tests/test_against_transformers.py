@@ -30,8 +30,8 @@ from fuel_qwen.qwen2 import Qwen2Backbone
 F32_TOLERANCE = 1e-5
 """Largest genuine error: 4.8e-6 (qwen2_yarn; logits up to 2), with experts 1.8e-6.
 
-Under sabotage, smallest over the checkpoints that have what was broken: q bias dropped 0.60, queries not normalised 1.2,
-the chosen experts weighed alike 0.74. A switch read the other way: 1e-2 and more, which a test below holds.
+Under sabotage, smallest over the checkpoints that have what was broken: q bias dropped 0.60, queries not normalised
+1.2, the chosen experts weighed alike 0.74. A switch read the other way: 1e-2 and more, which a test below holds.
 """
 BF16_TOLERANCE = 0.1
 """Genuine: 3.4e-2 against float32 arithmetic on the same weights, from which transformers' own bfloat16 run is 3.7e-2
