@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fuel_core.checkpoint.base import listed
 from fuel_core.checkpoint.config import MOST_LAYERS
 from fuel_core.checkpoint.expert_tensors import gather_experts
 from fuel_core.errors import BackendUnavailableError, ConfigError, UnsupportedCheckpointError, WeightsError
@@ -367,15 +368,15 @@ def _tied_pairs(backbone: nn.Module, slots: Mapping[str, torch.Tensor]) -> list[
         pairs = []
     # A module that ties at build time has one Parameter under two names; it must stay one.
     first: dict[int, str] = {}
-    listed = {parameter for parameter, _ in pairs}
+    taken = {parameter for parameter, _ in pairs}
     for name, slot in slots.items():
         owner = first.setdefault(id(slot), name)
-        if owner != name and name not in listed and owner not in listed:
+        if owner != name and name not in taken and owner not in taken:
             pairs.append((name, owner))
     unknown = [name for pair in pairs for name in pair if name not in slots]
     if unknown:
         raise WeightsError(
-            f"expected tied weights to name parameters of {type(backbone).__name__}, found {_listed(unknown)}; "
+            f"expected tied weights to name parameters of {type(backbone).__name__}, found {listed(unknown, _SHOWN)}; "
             "correct the family's names or its tied_weights()"
         )
     return pairs
@@ -438,11 +439,11 @@ def _check_names(
     problems = []
     if missing:
         hint = " (the config does not tie it to the embedding)" if _HEAD in missing else ""
-        problems.append(f"{len(missing)} parameters without a tensor: {_listed(missing)}{hint}")
+        problems.append(f"{len(missing)} parameters without a tensor: {listed(missing, _SHOWN)}{hint}")
     if unused:
-        problems.append(f"{len(unused)} unused tensors: {_listed(unused)}")
+        problems.append(f"{len(unused)} unused tensors: {listed(unused, _SHOWN)}")
     if shapes:
-        problems.append(f"{len(shapes)} wrong shapes: {_listed(shapes)}")
+        problems.append(f"{len(shapes)} wrong shapes: {listed(shapes, _SHOWN)}")
     if problems:
         raise WeightsError(
             f"{ck.path}: expected one tensor for every parameter and the reverse, found {'; '.join(problems)}. "
@@ -508,10 +509,5 @@ def _check_nothing_left(backbone: nn.Module) -> None:
     if left:
         raise WeightsError(
             f"expected every parameter and buffer to have storage, found {len(left)} still on the meta device: "
-            f"{_listed(left)}; the family must not register non-persistent buffers in build()"
+            f"{listed(left, _SHOWN)}; the family must not register non-persistent buffers in build()"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f", ... ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
