@@ -28,6 +28,15 @@ from transformers import AutoModelForCausalLM
 from fuel_qwen.qwen2 import Qwen2Backbone
 
 F32_TOLERANCE = 1e-5
+"""Largest genuine error: 4.8e-6 (qwen2_yarn; logits up to 2), with experts 1.8e-6.
+
+Under sabotage, smallest over the checkpoints that have what was broken: q bias dropped 0.60, queries not normalised
+1.2, the chosen experts weighed alike 0.74. A switch read the other way: 1e-2 and more, which a test below holds.
+"""
+BF16_TOLERANCE = 0.1
+"""Genuine: 3.4e-2 against float32 arithmetic on the same weights, from which transformers' own bfloat16 run is 3.7e-2
+away; with experts 2.1e-2 and 2.9e-2. q bias dropped: 0.60.
+"""
 N_IDS, PROMPT = 24, 9
 """A prompt of 9 ids and 15 decode steps: three windows of 5."""
 CHUNKINGS: Mapping[str, Sequence[int]] = {"whole": [9], "chunks": [4, 3, 2], "tokens": [1] * 9}
@@ -122,6 +131,3 @@ def test_bfloat16_stays_within_rounding_of_transformers(name: str, tmp_path: Pat
         assert all(logits.dtype == torch.float32 for _, logits in rows)
         assert worst(rows, reference_logits(exact, ids)) < BF16_TOLERANCE
         assert_counters(ctx, plan, [PROMPT], N_IDS)
-
-
-BF16_TOLERANCE = 0.15

@@ -35,6 +35,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "moe": {**MOE, **WIDE, "head_dim": 32},
 }
 KERNEL_TOLERANCE = 0.1
+"""Logits up to 2; kernels round what they read. Genuine: 2.8e-2 (int8), 1.4e-2 (int4); with experts 8.8e-3 and 9.0e-3.
+Rows or scales of a neighbour in every down_proj: int8 1.8 and more, int4 0.18 and more, with experts 0.48.
+"""
 
 
 def dequantised(module: layers.Linear | layers.Embedding) -> Tensor:
