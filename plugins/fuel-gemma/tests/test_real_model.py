@@ -39,8 +39,8 @@ PUBLISHED = json.loads((Path(__file__).parent / "published_configs.json").read_t
 WINDOW = 512
 N_NEW = 64
 LOGIT_TOLERANCE = 2e-3
-"""float32, logits up to 34; genuine 1.2e-4. GELU by the error function 1.7e-2; embedding scale rounded to bfloat16 3e-2;
-window one too wide 0.5; RMSNorm epsilon a tenth of its value 1.2; one base for all layers 8.8.
+"""float32, logits up to 34; genuine 1.2e-4. GELU by the error function 1.7e-2; embedding scale rounded to bfloat16
+3e-2; window one too wide 0.5; RMSNorm epsilon a tenth of its value 1.2; one base for all layers 8.8.
 """
 
 
