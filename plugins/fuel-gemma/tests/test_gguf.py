@@ -26,6 +26,7 @@ from tiny_gemma import (
 )
 
 from fuel_gemma.family import FAMILY
+from fuel_gemma.gemma import GemmaRMSNorm
 
 TOLERANCE = 1e-5
 # What the files cannot say is as the family supplies it: a scalar of head_dim, and a local base of 10000.
@@ -169,8 +170,11 @@ def test_quantised_file_scales_by_the_unrounded_root_and_keeps_its_widths(tmp_pa
     assert backbone.config.embed_scale == float(torch.tensor(96**0.5))
     assert backbone.model.layers[0].mlp.up_proj.packed_format == "int8"
     assert backbone.model.norm.weight.dtype == torch.float32
-    # Rounding of eight bits; a gain with a second 1 would be above 1.
-    assert error_of_run(backbone, reference)[0] < 0.1
+    assert error_of_run(backbone, reference)[0] < 0.2  # rounding to eight bits: 0.105
+    for module in backbone.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.offset = 1.0
+    assert error_of_run(backbone, reference)[0] > 0.4
 
 
 def test_every_generation_is_written_and_read() -> None:

@@ -102,7 +102,7 @@ def test_checkpoint_of_another_family_is_answered_by_its_model_type(
     monkeypatch.setenv("FUEL_FAMILIES", "gemma")
     with (
         open_checkpoint(folder_of({"model_type": "okapi"}, tmp_path)) as checkpoint,
-        pytest.raises(errors.FamilyNotFoundError, match=r"'okapi'.*pip install"),
+        pytest.raises(errors.FamilyNotFoundError, match=r"'okapi'.*gemma3_text.*docs/families.md"),
     ):
         family_for(checkpoint)
 
