@@ -230,7 +230,8 @@ class Generation:
     def _forward(self, ids: list[int]) -> Tensor:
         """Run `ids`; a single one is a decode step and stays on the plan backend that the first one found."""
         if len(ids) > 1:
-            return forward_decode_step(self.backbone, ids, self.cache, self.ctx)
+            # Rows of a chunk belong to the whole: where frequencies depend on the length, to its length.
+            return forward_decode_step(self.backbone, ids, self.cache, self.ctx, sequence_len=len(self._ids))
         if self._backend is None:
             self.ctx.refresh_backend()
         logits = forward_decode_step(self.backbone, ids, self.cache, self.ctx, keep_backend=self._backend)
@@ -243,7 +244,9 @@ class Generation:
         total = len(self._ids)
         done = self._rewind()
         if not self._started:
-            self.cached_tokens, self._started = done, True
+            # What is turned by the frequencies of another length is computed again by the first chunk.
+            alike = self.cache.turned_by(self.backbone.rope_plan.regime(total))
+            self.cached_tokens, self._started = done if alike else 0, True
         logits: Tensor | None = None
         for size in prefill_chunks(total - done, self.prefill_chunk):
             logits = self._forward(self._ids[done : done + size])
