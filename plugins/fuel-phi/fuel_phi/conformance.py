@@ -44,8 +44,8 @@ def longrope(pairs: int) -> dict[str, Any]:
 CONFORMANCE = Conformance(
     family="fuel_phi.family:FAMILY",
     configs={
-        # 24 features a head, of which 12 rotate.
-        "phi": {**PHI, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
+        # 20 features a head, of which 10 rotate; queries narrower than the hidden state.
+        "phi": {**PHI, "head_dim": 20, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}},
         "phi_normed": {
             **PHI,
             "num_key_value_heads": 2,
@@ -58,10 +58,9 @@ CONFORMANCE = Conformance(
                 "partial_rotary_factor": 0.75,
             },
         },
-        "phi3": {**PHI3, "num_key_value_heads": 4, "sliding_window": 5, "rope_parameters": DEFAULT},
+        "phi3": {**PHI3, "num_key_value_heads": 4, "head_dim": 20, "sliding_window": 5, "rope_parameters": DEFAULT},
         "phi3_longrope": {
             **PHI3,
-            "sliding_window": 400,
             "original_max_position_embeddings": ORIGINAL,
             "rope_parameters": longrope(12),
         },
