@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fuel_core import DecodeBackbone, Family, RawConfig, errors
 
 from fuel_phi import phi, phi3
@@ -33,11 +35,14 @@ def build(config: phi.PhiConfig | phi3.Phi3Config) -> DecodeBackbone:
     return phi3.Phi3Backbone(config) if isinstance(config, phi3.Phi3Config) else phi.PhiBackbone(config)
 
 
+# Each architecture has names of its own: the same word in a file stands for another matrix.
+GGUF_NAMES: Any = {"phi2": phi.GGUF_NAMES, "phi3": phi3.GGUF_NAMES}
+
 FAMILY = Family(
     name="phi",
     model_types=(*phi.MODEL_TYPES, *phi3.MODEL_TYPES),
     gguf_architectures=(*phi.GGUF_ARCHITECTURES, *phi3.GGUF_ARCHITECTURES),
     resolve_config=resolve_config,
     build=build,
-    gguf_names={"phi2": phi.GGUF_NAMES, "phi3": phi3.GGUF_NAMES},
+    gguf_names=GGUF_NAMES,
 )

@@ -152,8 +152,11 @@ class PhiAttention(nn.Module):
 def split_qkv(qkv: Tensor, q_width: int) -> tuple[Tensor, Tensor, Tensor]:
     """One product ``[B, T, (H + 2 G) * K]`` -> its parts of q (``q_width`` wide), k and v."""
     kv_width = (qkv.shape[-1] - q_width) // 2
-    q, k, v = qkv.split([q_width, kv_width, kv_width], dim=-1)
-    return q, k, v
+    return (
+        qkv.narrow(-1, 0, q_width),
+        qkv.narrow(-1, q_width, kv_width),
+        qkv.narrow(-1, q_width + kv_width, kv_width),
+    )
 
 
 class PhiMLP(nn.Module):

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from fuel_phi.conformance import CONFORMANCE
+from fuel_phi import conformance as declared
 from fuel_phi.family import FAMILY
 
 PROJECT = Path(__file__).resolve().parent.parent
 
-conformance = dataclasses.replace(CONFORMANCE, project=str(PROJECT) if (PROJECT / "fuel_phi").is_dir() else None)
+PROJECT_OR_NONE = str(PROJECT) if (PROJECT / "fuel_phi").is_dir() else None
+conformance = dataclasses.replace(declared.CONFORMANCE, project=PROJECT_OR_NONE)
+    declared.CONFORMANCE, project=str(PROJECT) if (PROJECT / "fuel_phi").is_dir() else None
+)
 
 
 def test_the_kit_is_collected(request: pytest.FixtureRequest) -> None:
@@ -21,4 +24,4 @@ def test_the_kit_is_collected(request: pytest.FixtureRequest) -> None:
 
 
 def test_every_model_type_has_a_config() -> None:
-    assert {config["model_type"] for config in CONFORMANCE.configs.values()} == set(FAMILY.model_types)
+    assert {config["model_type"] for config in declared.CONFORMANCE.configs.values()} == set(FAMILY.model_types)
