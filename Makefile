@@ -79,7 +79,7 @@ test-core: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels ## the core's tests; th
 test-plugin: test-plugin-$(CORE) ## one plugin's tests: P=fuel-llama CORE=wheel|checkout
 
 test-plugin-checkout: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels
-	cd plugins/$(P) && $(abspath $(BIN))/python -m pytest -q
+	cd plugins/$(P) && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q -n 2
 
 # The tests meet what a user would install: wheels, in an environment that cannot see this checkout.
 WHEEL_VENV := $(VENV)-wheel

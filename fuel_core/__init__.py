@@ -61,6 +61,7 @@ _HOME = {
     "load": "fuel_core.llm",
     "load_weights": "fuel_core.checkpoint",
     "open_checkpoint": "fuel_core.checkpoint",
+    "profile_ranges": "fuel_core.profiling",
 }
 _MODULES = ("errors", "layers")
 
@@ -112,6 +113,7 @@ __all__ = [
     "load",
     "load_weights",
     "open_checkpoint",
+    "profile_ranges",
 ]
 
 if TYPE_CHECKING:
@@ -147,6 +149,7 @@ if TYPE_CHECKING:
         forward_with_kv_context,
         forward_with_kv_context_persistent,
     )
+    from fuel_core.profiling import profile_ranges
 
 
 def __getattr__(name: str) -> Any:

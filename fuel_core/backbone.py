@@ -10,20 +10,23 @@ Shape letters: B batch (1), T tokens of this step, D hidden, V vocab.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
 
+from fuel_core import native
 from fuel_core.decode_shape import Component, ModelInstanceId, ShapeKey, canonical
 from fuel_core.errors import ConfigError, GeometryError
 from fuel_core.kv_cache import KvCache, LayerStateSpec, kv_dims, specs_component
 from fuel_core.layers.linear import Embedding, Linear
 from fuel_core.mask_and_rope import MaskPlan, RopePlan
+from fuel_core.profiling import span
 from fuel_core.token_data import (
     DecodeLayerInputs,
     DecodeTokenData,
@@ -360,24 +363,26 @@ class PersistentDecodeModel(nn.Module, ABC):
         mask_columns: columns of the mask, None when nothing reads it. sequence_len: positions of the whole sequence
         where it goes on after this step. into: the buffers a held plan owns.
         """
-        host = compute_decode_token_host(
-            self.mask_plan,
-            self.rope_plan,
-            token_ids,
-            cache.cached_len,
-            mask_columns=mask_columns,
-            sequence_len=sequence_len,
-        )
-        return upload_decode_token_data(
-            host,
-            rope_plan=self.rope_plan,
-            n_mask_variants=self.mask_plan.n_variants,
-            dtype=cache.dtype,
-            device=cache.device,
-            device_offset=device_offset,
-            mask_columns=cache.max_seq_len,
-            into=into,
-        )
+        with span("fuel.token_data"):
+            host = compute_decode_token_host(
+                self.mask_plan,
+                self.rope_plan,
+                token_ids,
+                cache.cached_len,
+                mask_columns=mask_columns,
+                sequence_len=sequence_len,
+            )
+        with span("fuel.upload"):
+            return upload_decode_token_data(
+                host,
+                rope_plan=self.rope_plan,
+                n_mask_variants=self.mask_plan.n_variants,
+                dtype=cache.dtype,
+                device=cache.device,
+                device_offset=device_offset,
+                mask_columns=cache.max_seq_len,
+                into=into,
+            )
 
 
 class DecodeBackbone(PersistentDecodeModel):
@@ -420,11 +425,10 @@ def _weights_component(model: nn.Module) -> Component:
 class _WeightSnapshot:
     """Which tensors stand where under a model, to notice any of them replaced or moved.
 
-    Compared once a step, so it is flat lists that are walked without a Python instruction for each tensor: about 0.1 us
-    each.
+    Compared once a step, so it is flat lists that are walked without a Python instruction for each tensor.
     """
 
-    __slots__ = ("dtypes", "filled", "held", "ids", "names", "places", "pointers", "tensors")
+    __slots__ = ("filled", "held", "places", "pointers", "scattered", "size", "tensors")
 
     def __init__(self, model: nn.Module) -> None:
         # Places that hold nothing yet count: a bias or an adapter put there later changes what the model computes.
@@ -432,19 +436,18 @@ class _WeightSnapshot:
             held for m in model.modules() for held in (m._parameters, m._buffers, m._modules)
         ]
         self.filled = [held for held in self.places if held]
-        # What stands there, kept alive so that no id can be taken over by another object.
+        # What stands there; kept alive, so that no other object can come to look like it.
         self.held = [value for held in self.filled for value in held.values()]
-        self.ids = list(map(id, self.held))
-        self.names = list(chain.from_iterable(self.filled))
+        self.size = len(self.held)
         self.tensors = [value for value in self.held if isinstance(value, Tensor)]
         self.pointers = [tensor.data_ptr() for tensor in self.tensors]
-        self.dtypes = [tensor.dtype for tensor in self.tensors]
+        self.scattered = native.Scattered([*self.places, *self.tensors])
 
     def is_current(self) -> bool:
+        self.scattered.touch()
+        values: Iterator[object] = chain.from_iterable(map(dict.values, self.filled))
         return (
-            list(map(id, chain.from_iterable(map(dict.values, self.filled)))) == self.ids
-            and list(chain.from_iterable(self.filled)) == self.names
-            and sum(map(len, self.places)) == len(self.ids)
+            not any(map(operator.is_not, values, self.held))
+            and sum(map(len, self.places)) == self.size
             and list(map(Tensor.data_ptr, self.tensors)) == self.pointers
-            and [tensor.dtype for tensor in self.tensors] == self.dtypes
         )

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import stat
 import tempfile
@@ -24,13 +25,23 @@ try:
 except ImportError:  # no such locks on this system, and no compiled code either
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["CacheUnusable", "CodeCache", "Entry"]
+__all__ = ["CacheUnusable", "CodeCache", "Entry", "compiler"]
 
 _LIMIT_BYTES = 512 * 2**20
 _LEFT_OVER_S = 24 * 3600
 """What was written aside and never renamed is removed after this long."""
 _FORMAT = "v1"
 _DESCRIPTION = "entry.json"
+
+
+def compiler() -> str | None:
+    """The C++ compiler that builds would call: the first word of ``CXX``, else g++; None where there is none."""
+    named = os.environ.get("CXX")
+    try:
+        words = shlex.split(named) if named else ["g++"]
+    except ValueError:
+        return None
+    return shutil.which(words[0]) if words else None
 
 
 class CacheUnusable(Exception):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
-import shutil
 import signal
 import stat
 import subprocess
@@ -23,12 +21,23 @@ import importlib_metadata
 
 import fuel_core
 from fuel_core import discovery
+from fuel_core.code_cache import CodeCache, compiler
 from fuel_core.discovery import FamilyRecord, Status
 from fuel_core.families import FAMILY_API
 
 __all__ = ["SETTINGS", "Diagnosis", "diagnose"]
 
-SETTINGS = ("FUEL_CACHE", "FUEL_DEBUG", "FUEL_FAMILIES", "FUEL_LOG", "FUEL_PREFER", "FUEL_STRICT")
+SETTINGS = (
+    "FUEL_CACHE",
+    "FUEL_COMPILE",
+    "FUEL_DEBUG",
+    "FUEL_FAMILIES",
+    "FUEL_LOG",
+    "FUEL_NATIVE",
+    "FUEL_PREFER",
+    "FUEL_PROFILE",
+    "FUEL_STRICT",
+)
 """Environment variables that mean something to fuel."""
 
 _OPTIONAL = {
@@ -225,11 +234,7 @@ def _cpu(report: Diagnosis) -> None:
 
 def _compiler(report: Diagnosis) -> None:
     named = os.environ.get("CXX")
-    try:
-        words = shlex.split(named) if named else ["g++"]
-    except ValueError:
-        words = [named or ""]
-    path = shutil.which(words[0]) if words else None
+    path = compiler()
     version = None
     if path is None:
         wanted = f"CXX={named!r} names none" if named else "no g++ on PATH, and CXX is not set"
@@ -243,18 +248,9 @@ def _compiler(report: Diagnosis) -> None:
     report.facts["compiler"] = {"path": path, "version": version, "from": "CXX" if named else "PATH"}
 
 
-def _cache_folder() -> Path:
-    """Where compiled code is kept: FUEL_CACHE, or `fuel` in the user's cache folder."""
-    named = os.environ.get("FUEL_CACHE")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "fuel"
-
-
 def _cache(report: Diagnosis) -> None:
     """The folder must be the user's alone: what is loaded from it is code."""
-    folder = _cache_folder()
+    folder = CodeCache.of_this_user().root
     facts: dict[str, Any] = {
         "folder": str(folder),
         "from": "FUEL_CACHE" if os.environ.get("FUEL_CACHE") else "default",

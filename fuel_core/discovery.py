@@ -398,12 +398,17 @@ def _preferences() -> dict[str, str]:
     return chosen
 
 
-def _field(distribution: importlib_metadata.IDistribution, name: str) -> str:
-    """A field of the metadata as text, "" where it is missing: METADATA may have been cut short."""
+def _fields(distribution: importlib_metadata.IDistribution, *names: str) -> list[str]:
+    """Fields of the metadata as text, "" for one that is missing: METADATA may have been cut short."""
     try:
-        return str(distribution.metadata[name] or "")
+        metadata = distribution.metadata  # parsed at every access
     except Exception:
-        return ""
+        return [""] * len(names)
+    return [str(metadata[name] or "") if name in metadata else "" for name in names]
+
+
+def _field(distribution: importlib_metadata.IDistribution, name: str) -> str:
+    return _fields(distribution, name)[0]
 
 
 def faulty_preferences(records: Iterable[FamilyRecord]) -> list[str]:
@@ -439,13 +444,15 @@ def _distributions() -> Iterator[tuple[importlib_metadata.IDistribution, tuple[s
     for name, distribution in found.items():
         here = list(importlib_metadata.distributions(name=name)) or [distribution]  # a folder not named after it
         place = here[0].locate_file("")
-        versions = {_field(d, "Version"): d for d in reversed(here) if d.locate_file("") == place}
-        newest = max(versions, key=_comparable)
-        faults: tuple[str, ...] = ()
+        same = [d for d in here if d.locate_file("") == place]
+        # Parsing is what a listing costs, so only where there is a choice.
+        versions = {} if len(same) == 1 else {_field(d, "Version"): d for d in reversed(same)}
         if len(versions) > 1:
-            listed = " and ".join(sorted(versions, key=_comparable))
-            faults = (f"{name} has metadata of versions {listed} in {place}; {newest} is taken: install it again",)
-        yield versions[newest], faults
+            *_, newest = listed = sorted(versions, key=_comparable)
+            fault = f"{name} has metadata of versions {' and '.join(listed)} in {place}; {newest} is taken"
+            yield versions[newest], (f"{fault}: install it again",)
+        else:
+            yield same[0], ()
 
 
 def _comparable(version: str) -> Version:
@@ -457,15 +464,17 @@ def _comparable(version: str) -> Version:
 
 def _scan() -> list[FamilyRecord]:
     records: list[FamilyRecord] = []
+    versions: dict[str, str | None] = {}
     for distribution, faults in _distributions():
-        name, version = _field(distribution, "Name"), _field(distribution, "Version")
+        name, version = _fields(distribution, "Name", "Version")
         try:
             published = _records_of(distribution, name, version)
         except Exception as error:
             # Unreadable entry points of one package must not hide the others.
             detail = f"its entry points cannot be read: {_cause(error)}"
             published = [FamilyRecord(name, Status.INCOMPATIBLE, name, version, detail=detail)]
-        faults += tuple(f"{name} {version}".strip() + f" {fault}" for fault in _violated_requirements(distribution))
+        package = f"{name} {version}".strip()
+        faults += tuple(f"{package} {fault}" for fault in _violated_requirements(distribution, versions))
         records += [replace(record, warnings=faults) for record in published]
     return records
 
@@ -487,8 +496,15 @@ class RequirementFound:
         return f"{self.name}{self.specifier}"
 
 
-def requirements(distribution: importlib_metadata.IDistribution) -> Iterator[RequirementFound]:
-    """What `distribution` requires here without extras, against what is installed. Metadata alone; imports nothing."""
+def requirements(
+    distribution: importlib_metadata.IDistribution, versions: dict[str, str | None] | None = None
+) -> Iterator[RequirementFound]:
+    """What `distribution` requires here without extras, against what is installed. Metadata alone; imports nothing.
+
+    `versions` keeps what was looked up, for several distributions: plugins require much the same.
+    """
+    if versions is None:
+        versions = {}
     for line in distribution.requires or ():
         try:
             wanted = Requirement(line)
@@ -497,20 +513,25 @@ def requirements(distribution: importlib_metadata.IDistribution) -> Iterator[Req
         except (InvalidRequirement, UndefinedEnvironmentName) as error:
             yield RequirementFound(line, "", None, False, " ".join(str(error).split()))
             continue
-        specifier, found, fits = str(wanted.specifier), None, False
-        with contextlib.suppress(importlib_metadata.PackageNotFoundError):
-            found = _field(importlib_metadata.distribution(wanted.name), "Version") or "unknown"
+        if wanted.name not in versions:
             try:
-                fits = wanted.specifier.contains(Version(found), prereleases=True)
-            except InvalidVersion:
-                fits = True  # it cannot be compared, so nothing can be said
-        yield RequirementFound(wanted.name, specifier, found, fits)
+                versions[wanted.name] = _field(importlib_metadata.distribution(wanted.name), "Version") or "unknown"
+            except importlib_metadata.PackageNotFoundError:
+                versions[wanted.name] = None
+        found = versions[wanted.name]
+        try:
+            fits = found is not None and wanted.specifier.contains(Version(found), prereleases=True)
+        except InvalidVersion:
+            fits = True  # it cannot be compared, so nothing can be said
+        yield RequirementFound(wanted.name, str(wanted.specifier), found, fits)
 
 
-def _violated_requirements(distribution: importlib_metadata.IDistribution) -> Iterator[str]:
+def _violated_requirements(
+    distribution: importlib_metadata.IDistribution, versions: dict[str, str | None]
+) -> Iterator[str]:
     """What is installed otherwise than `distribution` asks. Only said: the API number alone decides whether it fits."""
     try:
-        needs = list(requirements(distribution))
+        needs = list(requirements(distribution, versions))
     except Exception:  # unreadable metadata
         return
     for need in needs:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack, overloa
 import torch
 
 from fuel_core import native
-from fuel_core.checkpoint import load_weights, open_checkpoint
+from fuel_core.checkpoint import LoadReport, load_weights, open_checkpoint
 from fuel_core.checkpoint.weights import check_layer_count
 from fuel_core.discovery import family_for
 from fuel_core.errors import (
@@ -102,7 +102,8 @@ def load(
 ) -> LanguageModel:
     """Load a checkpoint: a Hugging Face folder, a .gguf file, or a Hub id present in the local Hub cache.
 
-    - `weights`: format the parameters are stored in; "auto" keeps the checkpoint's.
+    - `weights`: format the parameters are stored in: "f32", "bf16", "f16", "int8", "int4"; "auto" keeps the
+      checkpoint's, for a GGUF file each tensor at its own width (docs/weights.md).
     - `dtype`: dtype of activations and KV cache; "auto" is the dtype the weights were loaded in (the checkpoint's,
       unless `weights` names another), but float32 on a CPU where weights are compressed (16-bit products are slower
       there). "f32" and "float32" are the same word.
@@ -140,7 +141,7 @@ def load(
     backbone.eval().requires_grad_(False)
     if place.type != "cpu":
         backbone.to(place)
-    return LanguageModel(
+    model = LanguageModel(
         backbone,
         checkpoint=checkpoint,
         dtype=_activation_dtype(dtype, backbone, report.dtype, device=place),
@@ -149,6 +150,8 @@ def load(
         plan=plan,
         prefill_chunk=prefill_chunk,
     )
+    model.load_report = report
+    return model
 
 
 class RequestOptions(TypedDict, total=False):
@@ -503,7 +506,7 @@ class LanguageModel:
     `config` is the backbone's frozen resolved spec; `dtype` and `device` are those of activations and caches;
     `prefill_chunk` is how many prompt tokens run at once. Requests without a thread of their own (the async ones, and a
     second reply while a thread's first is still open) share a few caches more. `close()`, or the end of a `with` block,
-    lets go of caches, plans and weights.
+    lets go of caches, plans and weights. `load_report` is what `load` found out about formats; None without it.
     """
 
     def __init__(
@@ -531,6 +534,7 @@ class LanguageModel:
         self.plan = plan
         self.max_seq_len = max_seq_len
         self.prefill_chunk = PREFILL_CHUNK if prefill_chunk is None else prefill_chunk
+        self.load_report: LoadReport | None = None
         self.compile_after = COMPILE_AFTER
         """Under plan "auto": decode steps before native code is made in the background, 0 for at once. Read when a
         thread makes its first request."""

@@ -13,7 +13,7 @@ from checkpoint_writers import TINY, resolve, tensors_for, toy, write_folder
 from torch import nn
 
 from fuel_core.checkpoint import load_weights, open_checkpoint
-from fuel_core.errors import ConfigError, UnsupportedCheckpointError, WeightsError
+from fuel_core.errors import BackendUnavailableError, ConfigError, UnsupportedCheckpointError, WeightsError
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 TIED = {**TINY, "tie_word_embeddings": True}
@@ -79,6 +79,13 @@ def test_format_that_is_not_there_lists_what_is(tmp_path: Path, word: str) -> No
     folder = write_folder(tmp_path, tensors=tensors_for(toy()))
     with pytest.raises(UnsupportedCheckpointError, match="expected one of auto, f32, bf16, f16, int8, int4"):
         load(folder, toy(), weights=word)
+
+
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_packed_formats_are_refused_off_the_cpu_before_a_tensor_is_read(tmp_path: Path, word: str) -> None:
+    ck = open_checkpoint(write_folder(tmp_path, tensors=tensors_for(toy())))
+    with pytest.raises(BackendUnavailableError, match=f"weights='{word}' on device 'cuda': expected 'cpu'"):
+        load_weights(toy(), ck, weights=word, device="cuda")
 
 
 def test_declared_dtype_that_is_unknown_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from fuel_core import cli, diagnosis, discovery
 def _own_discovery(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(discovery, "_process_wide", discovery.Discovery())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("FUEL_CACHE")
+    monkeypatch.delenv("FUEL_COMPILE")
 
 
 @pytest.fixture

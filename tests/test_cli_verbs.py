@@ -213,6 +213,29 @@ def test_inspect_json_says_sources_layers_sizes_and_who_serves(model: str, capsy
     assert "config.window" not in report["shape_key"]["components"]  # bound, so not part of the key
 
 
+def test_inspect_shows_the_format_of_each_weight_and_what_it_loses_where_asked(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = _json(capsys, "inspect", model)["weights"]
+    assert {(entry["stored"], entry["format"], entry["relative_error"]) for entry in plain} == {
+        ("float32", "f32", None)
+    }
+    packed = _json(capsys, "inspect", model, "--weights", "int8", "--errors")["weights"]
+    assert [entry["parameter"] for entry in packed] == [entry["parameter"] for entry in plain]
+    for entry in packed:
+        assert entry["format"] == "int8"
+        assert 1e-4 < entry["relative_error"] < 0.02
+    assert cli.main(["inspect", model, "--weights", "int8", "--errors"]) == 0
+    shown = capsys.readouterr().out
+    assert f"weights: {len(packed)} stored as float32, kept as int8; relative error 0.0" in shown
+    four = _json(capsys, "inspect", model, "--weights", "int4")["weights"]
+    fallen = [entry for entry in four if entry["format"] != "int4"]
+    assert {entry["format"] for entry in fallen} <= {"int8"}
+    assert all(entry["asked"] == "int4" and "multiple of 32" in entry["reason"] for entry in fallen)
+    assert cli.main(["inspect", model, "--weights", "int3"]) == 2
+    assert "expected one of auto, f32" in capsys.readouterr().err
+
+
 def test_inspect_config_only_folder_computes_sizes_and_says_so(
     site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,8 +46,8 @@ def test_there_are_enough_wrong_families_and_most_checks_have_one() -> None:
     assert len(CONTROLS) >= 25
     assert Counter(control.name for control in CONTROLS).most_common(1)[0][1] == 1
     shown = {control.caught_by for control in CONTROLS}
-    # What no single defect of a family reddens first: each of these stands beside a check that has its control, asks the
-    # core for something that no family can spoil, or needs a package.
+    # Each of these stands beside a check that has its control, asks the core for something that a family's arithmetic
+    # can hardly spoil, or needs a package.
     without = {
         "correctness.the_last_slot",
         "correctness.half_precision_activations",

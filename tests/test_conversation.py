@@ -50,7 +50,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], None]:
     def arrange(ids: Sequence[int]) -> None:
         pending = list(ids)
 
-        def step(backbone: ToyBackbone, token_ids: list[int], cache: KvCache, ctx: object) -> Tensor:
+        def step(backbone: ToyBackbone, token_ids: list[int], cache: KvCache, ctx: object, **_: object) -> Tensor:
             cache.check_room(len(token_ids), "scripted")
             cache.advance(token_ids, backbone.content_version())
             logits = torch.zeros(backbone.decode_dims().vocab)
@@ -78,9 +78,9 @@ def test_four_turns_compute_only_the_new_tokens_of_each(monkeypatch: pytest.Monk
     ran: list[int] = []
     from fuel_core.persistent_decode import forward_decode_step
 
-    def counting(backbone: Any, token_ids: list[int], cache: KvCache, ctx: Any) -> Tensor:
+    def counting(backbone: Any, token_ids: list[int], cache: KvCache, ctx: Any, **options: Any) -> Tensor:
         ran.append(len(token_ids))
-        return forward_decode_step(backbone, token_ids, cache, ctx)
+        return forward_decode_step(backbone, token_ids, cache, ctx, **options)
 
     monkeypatch.setattr(STEP, counting)
     held = 0
@@ -279,12 +279,12 @@ def test_interrupt_inside_a_step_keeps_the_reply_and_the_next_turn_works(monkeyp
 
     steps = 0
 
-    def interrupted(*arguments: Any) -> Tensor:
+    def interrupted(*arguments: Any, **options: Any) -> Tensor:
         nonlocal steps
         steps += 1
         if steps == 4:
             raise KeyboardInterrupt
-        return forward_decode_step(*arguments)
+        return forward_decode_step(*arguments, **options)
 
     monkeypatch.setattr(STEP, interrupted)
     talk = Conversation(llm)

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def _own_discovery(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(discovery, "_process_wide", discovery.Discovery())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    monkeypatch.delenv("FUEL_CACHE")
+    monkeypatch.delenv("FUEL_COMPILE")
 
 
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

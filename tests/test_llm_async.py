@@ -24,10 +24,10 @@ class Gate:
         self._open = threading.Semaphore(0)
         real = decode_loop.forward_decode_step
 
-        def step(*args: Any) -> torch.Tensor:
+        def step(*args: Any, **options: Any) -> torch.Tensor:
             self.begun += 1
             assert self._open.acquire(timeout=60), "the event loop is blocked: it never let this step go on"
-            logits = real(*args)
+            logits = real(*args, **options)
             self.finished += 1
             return logits
 

@@ -37,7 +37,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[int]], None]:
     def arrange(ids: Sequence[int]) -> None:
         pending = list(ids)
 
-        def step(backbone: ToyBackbone, token_ids: list[int], cache: KvCache, ctx: object) -> Tensor:
+        def step(backbone: ToyBackbone, token_ids: list[int], cache: KvCache, ctx: object, **_: object) -> Tensor:
             cache.check_room(len(token_ids), "scripted")
             cache.advance(token_ids, backbone.content_version())
             logits = torch.zeros(backbone.decode_dims().vocab)
@@ -288,7 +288,7 @@ def test_interrupted_step_costs_neither_the_cache_nor_the_model(monkeypatch: pyt
     llm = make()
     expected = llm.generate("hello world", max_new_tokens=3).token_ids
 
-    def interrupt(*_: object) -> Tensor:
+    def interrupt(*_: object, **__: object) -> Tensor:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -303,7 +303,7 @@ def test_refused_step_keeps_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make()
     expected = llm.generate("hello world", max_new_tokens=3).token_ids
 
-    def refuse(*_: object) -> Tensor:
+    def refuse(*_: object, **__: object) -> Tensor:
         raise DecodeError("no")
 
     with monkeypatch.context() as patch:

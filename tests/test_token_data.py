@@ -172,7 +172,7 @@ def test_a_plan_that_reads_no_mask_is_not_sent_one(monkeypatch, offset_path, upl
         return compute(*args, mask_columns=mask_columns)
 
     monkeypatch.setattr(backbone, "compute_decode_token_host", watched)
-    model, ctx = toy(), InferenceContext(offset_path=offset_path)
+    model, ctx = toy(), InferenceContext(offset_path=offset_path, plan="recorded")
     cache = new_cache(model, 16)
     for i in (3, 1, 4):
         forward_decode_step(model, [i], cache, ctx)

@@ -11,11 +11,12 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from toy_backbone import LatentBackbone, ToyBackbone, ToyConfig, latent_toy, new_cache, reference, toy
+from toy_backbone import LatentBackbone, ToyBackbone, ToyConfig, latent_toy, matrix, new_cache, pack, reference, toy
 
 from fuel_core.backbone import DecodeDims, PersistentDecodeModel
 from fuel_core.decode_shape import KvAllocId, ShapeKey
 from fuel_core.kv_cache import KeyValue
+from fuel_core.layers.weight_formats import store
 from fuel_core.mask_and_rope import MaskPlan, RopePlan, RopeVariant
 from fuel_core.persistent_decode import (
     Disposition,
@@ -36,7 +37,8 @@ PATHS = ["device", "symbol"]
 
 
 def close(logits, expected, atol=1e-5):
-    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol)
+    # Of the largest logit where that is above 1 (weights drawn anew make 8). Genuine: 4e-6; the mildest defect: 6e-2.
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=atol * max(1.0, expected.abs().max().item()))
 
 
 def decode(model, cache, ctx, ids, check=None):
@@ -394,6 +396,73 @@ def test_weights_edited_in_place_are_followed_without_a_rebuild(edit, offset_pat
     assert (ctx.stats.plans_built, ctx.stats.rebinds, ctx.stats.replans) == (1, 5, {})
 
 
+def requantised(model, word):
+    store(model.lm_head, -matrix(model.lm_head).float(), word)
+
+
+def other_format(model, word):
+    store(model.lm_head, -matrix(model.lm_head).float(), "bf16")
+
+
+def scale_replaced(model, word):
+    name = {"int8": "weight_scale", "int4": "weight_scale_and_zero"}[word]
+    setattr(model.lm_head, name, nn.Parameter(-getattr(model.lm_head, name), requires_grad=False))
+
+
+def packed_error(logits, model, ids):
+    expected = reference(model, ids)[-1]
+    return float((logits.double() - expected).norm() / expected.norm())
+
+
+# Relative; worst genuine 0.03 (the kernels read and write bfloat16), and the sign turned is 2.
+PACKED_TOLERANCE = 0.1
+
+
+@pytest.mark.parametrize("offset_path", PATHS)
+@pytest.mark.parametrize("word", ["int8", "int4"])
+@pytest.mark.parametrize("swap", [requantised, other_format, scale_replaced])
+def test_swapped_packed_weights_are_built_anew_and_followed(swap, word, offset_path):
+    model, ctx = pack(toy(), word), InferenceContext(offset_path=offset_path)
+    cache = new_cache(model)
+    before = decode(model, cache, ctx, [3, 1, 4])
+    assert packed_error(before, model, [3, 1, 4]) < PACKED_TOLERANCE
+    swap(model, word)
+    cache.truncate_to(0)
+    after = decode(model, cache, ctx, [3, 1, 4])
+    assert packed_error(after, model, [3, 1, 4]) < PACKED_TOLERANCE
+    assert packed_error(before, model, [3, 1, 4]) > 1.9
+    assert (ctx.stats.plans_built, ctx.stats.rebinds, ctx.stats.replans) == (2, 4, {"weights_epoch": 1})
+
+
+@pytest.mark.parametrize("offset_path", PATHS)
+@pytest.mark.parametrize("word", ["int8", "int4"])
+def test_packed_weights_edited_in_place_are_followed_without_a_rebuild(word, offset_path):
+    model, ctx = pack(toy(), word), InferenceContext(offset_path=offset_path)
+    cache = new_cache(model)
+    before = decode(model, cache, ctx, [3, 1, 4])
+    with torch.no_grad():
+        getattr(model.lm_head, {"int8": "weight_scale", "int4": "weight_scale_and_zero"}[word]).neg_()
+    cache.truncate_to(0)
+    after = decode(model, cache, ctx, [3, 1, 4])
+    assert packed_error(after, model, [3, 1, 4]) < PACKED_TOLERANCE
+    assert packed_error(before, model, [3, 1, 4]) > 1.9
+    assert (ctx.stats.plans_built, ctx.stats.rebinds, ctx.stats.replans) == (1, 5, {})
+
+
+def test_equal_packed_models_share_recordings_and_other_formats_do_not():
+    ctx, models = (
+        InferenceContext(),
+        [pack(toy(seed=s, rms_norm_eps=3e-5), w) for s, w in ((0, "int8"), (1, "int8"), (0, "int4"))],
+    )
+    keys = [str(model.structure_key()) for model in models]
+    assert keys[0] == keys[1] != keys[2]
+    made = []
+    for model in models:
+        decode(model, new_cache(model), ctx, [3, 1])
+        made.append(ctx.stats.recordings)
+    assert made[1] == made[0] < made[2]
+
+
 @pytest.mark.parametrize("name", ["num_key_value_heads", "head_dim"])
 def test_another_state_geometry_is_another_structure(name):
     one, other = toy(), toy(**{name: 4})
@@ -482,7 +551,7 @@ def test_a_cache_of_other_capacity_or_dtype_is_built_anew_and_one_of_equal_is_no
     [("offset_path", "device", Reason.OFFSET_PATH), ("backend", "another", Reason.BACKEND)],
 )
 def test_another_offset_path_or_backend_is_built_anew_and_going_back_is_not(name, value, reason):
-    model, ctx = toy(), InferenceContext()
+    model, ctx = toy(), InferenceContext(plan="recorded")
     cache, was = new_cache(model), getattr(ctx, name)
     decode(model, cache, ctx, [3, 1], reference)
     setattr(ctx, name, value)

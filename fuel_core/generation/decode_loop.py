@@ -17,6 +17,7 @@ from fuel_core.errors import CacheStateError, CapacityError, GenerationError
 from fuel_core.generation.sampling import Sampler, SamplingParams, TokenLogprob, TokenSampler, token_logprob
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode import check_arguments, forward_decode_step
+from fuel_core.profiling import span
 
 if TYPE_CHECKING:
     from fuel_core.backbone import DecodeBackbone
@@ -161,7 +162,8 @@ class Generation:
             settled, self._settled = self._settled, False
             self._logits = (len(self._ids), self._decode() if settled else self._catch_up())
         logits = self._logits[1]
-        token_id = self._sampler(logits, self._ids)
+        with span("fuel.sampling"):
+            token_id = self._sampler(logits, self._ids)
         logprob = None if self.sampling.logprobs is None else token_logprob(logits, token_id, self.sampling.logprobs)
         index = len(self._ids) - self._prompt_len
         reason: FinishReason | None = None
@@ -229,9 +231,11 @@ class Generation:
 
     def _forward(self, ids: list[int]) -> Tensor:
         """Run `ids`; a single one is a decode step and stays on the plan backend that the first one found."""
-        if len(ids) > 1:
-            # Rows of a chunk belong to the whole: where frequencies depend on the length, to its length.
+        if len(ids) > 1 and self.backbone.rope_plan.depends_on_length:
+            # Rows of a chunk belong to the whole sequence, and turn by the frequencies of its length.
             return forward_decode_step(self.backbone, ids, self.cache, self.ctx, sequence_len=len(self._ids))
+        if len(ids) > 1 or not self.ctx.may_compile:
+            return forward_decode_step(self.backbone, ids, self.cache, self.ctx)
         if self._backend is None:
             self.ctx.refresh_backend()
         logits = forward_decode_step(self.backbone, ids, self.cache, self.ctx, keep_backend=self._backend)

@@ -5,13 +5,14 @@ Shape letters: B batch, T tokens of this step, D input width, E output width, V 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fuel_core import native
-from fuel_core.layers.packed_formats import kernel_input
+from fuel_core.errors import WeightsError
+from fuel_core.layers.packed_formats import int4_layout, kernel_input
 from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
 
 __all__ = ["Embedding", "Linear", "linear", "project"]
@@ -28,9 +29,20 @@ class _FormattedWeight(nn.Module):
     # None: dense, and then the parameter's own dtype says which format it is. A packed format is named here.
     packed_format: str | None = None
 
+    # How the bytes of a packed weight are arranged, where that depends on the CPU.
+    packed_layout: str | None = None
+
     @property
     def weight_format(self) -> WeightFormat:
         return FORMATS[self.packed_format or dense_format_of(self.weight.dtype)]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self.packed_layout is not None and self.packed_layout != repr(int4_layout()):
+            raise WeightsError(
+                f"pickled int4 weights: expected the layout of this CPU, {int4_layout()}, found {self.packed_layout}; "
+                "load the checkpoint on this machine"
+            )
 
 
 class Linear(_FormattedWeight):

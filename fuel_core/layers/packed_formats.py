@@ -185,8 +185,8 @@ class Int8Format(_PackedFormat):
     def pack(self, source: Rows) -> dict[str, Tensor]:
         """The parameters of a module of this format. Raises WeightsError for numbers that are not finite."""
         n, k = source.shape
-        weight = torch.zeros(n, -(-k // GROUP) * GROUP, dtype=torch.int8)
-        scale = torch.empty(n, dtype=torch.bfloat16)
+        weight = torch.zeros(n, -(-k // GROUP) * GROUP, dtype=torch.int8, device="cpu")
+        scale = torch.empty(n, dtype=torch.bfloat16, device="cpu")
         for first, last in pieces(n, k):
             values = source.rows(first, last)
             largest = _finite(values.abs().amax(dim=1))
@@ -215,7 +215,7 @@ class Int8Format(_PackedFormat):
         return F.pad(x, (0, missing)) if missing else x
 
     def matrix(self, module: nn.Module) -> native.Matrix:
-        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale"))
+        return native.Matrix(_tensor(module, "weight"), _scale(module, "weight_scale"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale = _scale(module, "weight_scale")
@@ -224,9 +224,9 @@ class Int8Format(_PackedFormat):
     def _dense(self, x: Tensor, module: nn.Module) -> Tensor:
         x, weight = self._padded(x, module), _tensor(module, "weight")
         n, k = weight.shape
-        out = torch.empty(x.shape[0], n, dtype=x.dtype)
+        out = x.new_empty(x.shape[0], n)
         spans = list(pieces(n, k, elements=_UNPACK_ELEMENTS))
-        scratch = torch.empty(spans[0][1], k, dtype=x.dtype)
+        scratch = x.new_empty(spans[0][1], k)
         for first, last in spans:
             piece = scratch[: last - first]
             piece.copy_(weight[first:last])
@@ -259,7 +259,8 @@ def int4_layout() -> _Layout | None:
     It differs between instruction sets, which is why packed weights are never written to disk.
     """
     with torch.utils._python_dispatch._disable_current_modes():
-        codes = torch.randint(0, 16, (128, GROUP), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator("cpu").manual_seed(0)
+        codes = torch.randint(0, 16, (128, GROUP), dtype=torch.int32, generator=generator, device="cpu")
         packed = torch._convert_weight_to_int4pack_for_cpu(codes, 1).reshape(-1)
         for block in (32, 64, 16, 128):
             for halves in (True, False):
@@ -295,13 +296,13 @@ class Int4Format(_PackedFormat):
         layout = int4_layout()
         block = 64 if layout is None else max(layout.block, 16)
         padded = -(-n // block) * block
-        weight = torch.empty(padded, k // 2, dtype=torch.uint8)
-        scale_and_zero = torch.zeros(k // GROUP, padded, 2, dtype=torch.bfloat16)
+        weight = torch.empty(padded, k // 2, dtype=torch.uint8, device="cpu")
+        scale_and_zero = torch.zeros(k // GROUP, padded, 2, dtype=torch.bfloat16, device="cpu")
         # The kernel's packing wants 4 bytes a code: a piece at a time. Pieces of whole blocks equal the whole.
         for first, last in pieces(n, k, block):
             codes, scale, zero = _coded(source, first, last)
             end = min(-(-last // block) * block, padded)
-            wide = torch.zeros(end - first, k, dtype=torch.int32)
+            wide = torch.zeros(end - first, k, dtype=torch.int32, device="cpu")
             wide[: last - first].copy_(codes)
             weight[first:end] = torch._convert_weight_to_int4pack_for_cpu(wide, 1).view(end - first, k // 2)
             scale_and_zero[:, first:last, 0] = scale.t()
@@ -315,8 +316,10 @@ class Int4Format(_PackedFormat):
         assert first % layout.block == 0
         end = -(-last // layout.block) * layout.block
         k, half = shape[1], (end - first) // 2
-        out = torch.empty(k, half // (layout.block // 2), layout.block)
-        halves = _unpack(torch.empty(k, half), stored["weight"], stored["weight_scale_and_zero"], first, layout)
+        out = torch.empty(k, half // (layout.block // 2), layout.block, device="cpu")
+        halves = _unpack(
+            torch.empty(k, half, device="cpu"), stored["weight"], stored["weight_scale_and_zero"], first, layout
+        )
         for place, piece in zip(layout.nibbles(out), halves, strict=True):
             place.copy_(piece.view(place.shape))
         return out.view(k, end - first).t()[: last - first]
@@ -345,7 +348,7 @@ class Int4Format(_PackedFormat):
         return int4_layout() is not None
 
     def matrix(self, module: nn.Module) -> native.Matrix:
-        return native.Matrix(_tensor(module, "weight"), _tensor(module, "weight_scale_and_zero"))
+        return native.Matrix(_tensor(module, "weight"), _scale(module, "weight_scale_and_zero"))
 
     def _kernel(self, x: Tensor, module: nn.Module) -> Tensor:
         scale_and_zero = _scale(module, "weight_scale_and_zero")
@@ -356,9 +359,9 @@ class Int4Format(_PackedFormat):
         assert layout is not None
         weight, scale_and_zero = _tensor(module, "weight"), _scale(module, "weight_scale_and_zero")
         n, k, rows = weight.shape[0], x.shape[1], x.shape[0]
-        out = torch.empty(rows, n, dtype=x.dtype)
+        out = x.new_empty(rows, n)
         spans = list(pieces(n, k, layout.block, 2 * _UNPACK_ELEMENTS))
-        scratch = torch.empty(k * spans[0][1] // 2, dtype=x.dtype)
+        scratch = x.new_empty(k * spans[0][1] // 2)
         for first, last in spans:
             half = (last - first) // 2
             piece = scratch[: k * half].view(k, half)

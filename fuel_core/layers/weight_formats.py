@@ -23,6 +23,7 @@ from fuel_core.layers.packed_formats import (
     Rows,
     TensorRows,
     dense_product_dtype,
+    int4_layout,
     pieces,
 )
 
@@ -92,7 +93,7 @@ class DenseFormat:
         if isinstance(source, TensorRows):
             return {"weight": source.tensor.to(self.dtype)}
         n, k = source.shape
-        weight = torch.empty(n, k, dtype=self.dtype)
+        weight = torch.empty(n, k, dtype=self.dtype, device="cpu")
         for first, last in pieces(n, k):
             weight[first:last] = source.rows(first, last)
         return {"weight": weight}
@@ -134,7 +135,7 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``x Wᵀ + b`` in float32, a piece of W at a time; in x's dtype."""
     n, k = weight.shape
     flat = x.reshape(-1, k).to(torch.float32)
-    out = torch.empty(flat.shape[0], n)
+    out = flat.new_empty(flat.shape[0], n)
     for first, last in pieces(n, k):
         torch.mm(flat, weight[first:last].to(torch.float32).t(), out=out[:, first:last])
     if bias is not None:
@@ -176,6 +177,7 @@ def install(module: nn.Module, packed_as: str | None, stored: Mapping[str, Tenso
         parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
         module.register_parameter(name, parameter)
     module.packed_format = packed_as  # type: ignore[assignment]
+    module.packed_layout = repr(int4_layout()) if packed_as == "int4" else None  # type: ignore[assignment]
 
 
 def relative_error(chosen: WeightFormat, stored: dict[str, Tensor], source: Rows) -> float:

@@ -5,7 +5,19 @@ do the same work. Which of the two a process uses is decided once, when it first
 step never changes its rounding while it is held. ``FUEL_NATIVE=0`` turns the kernels off.
 """
 
+from fuel_core.native import build
 from fuel_core.native.build import prepare, status
-from fuel_core.native.ops import Matrix, attend_one, c_shims, is_active, product, product_width
+from fuel_core.native.ops import Matrix, Scattered, attend_one, c_shims, is_active, product, product_width
 
-__all__ = ["Matrix", "attend_one", "c_shims", "is_active", "prepare", "product", "product_width", "status"]
+__all__ = [
+    "Matrix",
+    "Scattered",
+    "attend_one",
+    "build",
+    "c_shims",
+    "is_active",
+    "prepare",
+    "product",
+    "product_width",
+    "status",
+]

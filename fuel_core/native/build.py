@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
-from fuel_core.code_cache import CacheUnusable, CodeCache
+from fuel_core.code_cache import CacheUnusable, CodeCache, compiler
 
-__all__ = ["compiler", "library", "prepare", "status"]
+__all__ = ["library", "prepare", "status"]
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
@@ -39,16 +39,6 @@ _FILE = "kernels.so"
 _lock = threading.Lock()
 _running: _Build | None = None
 _problem: str | None = None
-
-
-@functools.cache
-def compiler() -> str | None:
-    """The C++ compiler: ``CXX``, or the first of g++ and clang++ on the path; None where there is none."""
-    for name in (os.environ.get("CXX"), "g++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
 
 
 @functools.cache
@@ -92,7 +82,7 @@ def prepare() -> None:
         _problem = _unsupported()
         cxx = compiler()
         if _problem is None and cxx is None:
-            _problem = "no C++ compiler (g++ or clang++) on the path"
+            _problem = "no C++ compiler (CXX, else g++)"
         if _problem is not None or cxx is None:
             return
         cache, key = CodeCache.of_this_user(), _key(cxx)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fuel_core.native import build
 
-__all__ = ["Matrix", "attend_one", "c_shims", "is_active", "product", "product_width"]
+__all__ = ["Matrix", "Scattered", "attend_one", "c_shims", "is_active", "product", "product_width"]
 
 _library: Any = torch.library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
 _library.define("product(Tensor x, Tensor w, Tensor s, int half) -> Tensor")
@@ -32,6 +32,7 @@ _library.define("attend_one(Tensor q, Tensor keys, Tensor values, float scale, f
 _DENSE = (torch.float32, torch.bfloat16, torch.float16)
 
 _lock = threading.RLock()
+_touch: Callable[[Any, int], None] | None = None
 _state: tuple[bool, int] | None = None
 """(kernels in use, rows in half a block of the packed int4 layout), once decided."""
 
@@ -88,6 +89,28 @@ def _products() -> tuple[tuple[str, Any], ...]:
     return tuple((name, getattr(torch.ops.fuel, name)) for name in ("product", "product2", "product3"))
 
 
+class Scattered:
+    """Objects that are looked at once a step, when reading the weights has driven them out of every cache.
+
+    ``touch`` asks memory for all of them at once; looked at one by one, each costs a wait of its own.
+    """
+
+    def __init__(self, objects: Sequence[object]) -> None:
+        lines: list[int] = []
+        for thing in objects:
+            lines += (id(thing), id(thing) + 64)
+            if isinstance(thing, Tensor) and not thing.is_meta:
+                implementation: int = thing._cdata
+                lines += range(implementation, implementation + 192, 64)
+                lines.append(thing.untyped_storage()._cdata)
+        self._lines = (ctypes.c_uint64 * len(lines))(*lines)
+
+    def touch(self) -> None:
+        """Ask for what the objects consist of; where there are no kernels, nothing happens."""
+        if _touch is not None:
+            _touch(self._lines, len(self._lines))
+
+
 def is_active() -> bool:
     """Whether this process uses the kernels; decided by the first call, which may wait a little for a compiler."""
     return _decided()[0]
@@ -115,9 +138,12 @@ def _load() -> tuple[bool, int]:
             warnings.warn(f"{path}: kernels expected, found {error}; torch's own ops are used", stacklevel=2)
             return False, 0
         half = _block_half()
+        global _touch
         if not registered or not _agrees(half):
             warnings.warn(f"{path}: its products differ from torch's; torch's own ops are used", stacklevel=2)
             return False, 0
+        kernels.fuel_touch.argtypes, kernels.fuel_touch.restype = (ctypes.c_void_p, ctypes.c_int64), None
+        _touch = kernels.fuel_touch
         return True, half
 
 

@@ -34,6 +34,7 @@ from fuel_core.plan_backends import (
     record_program,
     shelf_identity,
 )
+from fuel_core.profiling import span
 from fuel_core.token_data import DecodeLayerInputs, DecodeTokenData
 
 __all__ = [
@@ -286,7 +287,8 @@ def build_decode_graph(
     segments = decode_segments(model, cache.dtype, device_offset=device_offset, all_positions=all_positions)
     bindings = bind_segments(model, segments, data, cache)
     if not held:
-        return BuiltStep(run_segments(segments, bindings, data), None)
+        with span("fuel.run"):
+            return BuiltStep(run_segments(segments, bindings, data), None)
     program = _program(model, segments, bindings, cache, ctx)
     key = session_key(model, cache, ctx, backend)
     plan: HeldPlan | None = _compiled_plan(program, segments, bindings) if key.backend == "compiled" else None
@@ -332,7 +334,7 @@ def choose_backend(
             LIBRARY.build(program)
         usable = bool(LIBRARY.codes(program))
         moved = ctx.choose_backend(shape_key, cache.dtype, "compiled" if usable else "recorded")
-        if ctx.plan == "compiled" and not usable:
+        if not usable and (ctx.plan == "compiled" or LIBRARY.refuses(program)):
             ctx.record(Disposition.ABSENT, Reason.NO_CODE, Difference("backend", "compiled", "recorded"))
     return ctx.backend_of(shape_key, cache.dtype), moved
 
@@ -345,7 +347,7 @@ def compile_step(model: DecodeBackbone, dtype: torch.dtype, *, again: bool = Fal
     ctx = InferenceContext("cpu", plan="auto", offset_path="symbol")
     cache = KvCache.with_capacity(model.layer_state_specs(), max_seq_len=2, dtype=dtype)
     check_step(model, 1, cache, ctx, "compile_step")
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return LIBRARY.build(_step_program(model, cache, ctx), again=again)
 
 

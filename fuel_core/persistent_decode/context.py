@@ -166,11 +166,16 @@ class InferenceContext:
     @property
     def may_compile(self) -> bool:
         """Whether native code can serve steps of this context at all."""
-        return self.plan in ("auto", "compiled") and self.device.type == "cpu" and self.offset_path == "symbol"
+        return (
+            self.plan in ("auto", "compiled")
+            and self.backend in ("recorded", "compiled")
+            and self.device.type == "cpu"
+            and self.offset_path == "symbol"
+        )
 
     def backend_of(self, shape_key: ShapeKey, dtype: torch.dtype) -> str:
         """The backend that serves this model on caches of ``dtype``: as chosen, or as the context began."""
-        return self._chosen.get((shape_key, dtype), self.backend)
+        return self._chosen.get((shape_key, dtype), self.backend) if self.may_compile else self.backend
 
     def is_chosen(self, shape_key: ShapeKey, dtype: torch.dtype) -> bool:
         return (shape_key, dtype) in self._chosen

@@ -15,6 +15,7 @@ from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode.build import check_step
 from fuel_core.persistent_decode.context import InferenceContext
 from fuel_core.persistent_decode.session import DecodeSession
+from fuel_core.profiling import span
 
 __all__ = ["rebind_and_realize_prebuilt"]
 
@@ -46,7 +47,8 @@ def rebind_and_realize_prebuilt(
         sequence_len=sequence_len,
         into=session.bound,
     )
-    logits = session.plan.run(session.bound.symbols)
+    with span("fuel.run"):
+        logits = session.plan.run(session.bound.symbols)
     plan = model.rope_plan
     length = sequence_len or cache.cached_len + len(token_ids)
     cache.advance(token_ids, model.content_version(), plan.regime(length) if plan.depends_on_length else None)

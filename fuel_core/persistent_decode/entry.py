@@ -268,6 +268,7 @@ def _persistent(
             ctx.forget_backend(now.shape_key)
             return _fresh(model, ids, cache, ctx, sequence_len=sequence_len)
         ctx.stats.rebinds += 1
+        ctx.stats.plan_backend = now.backend
         if now.backend == "recorded" and ctx.plan == "auto" and ctx.may_compile:
             assert slot.session is not None
             LIBRARY.served(slot.session.plan.program, ctx.compile_after)

@@ -145,7 +145,9 @@ def build(cache: CodeCache, wanted: dict[str, Any], folder: Path) -> None:
     from fuel_core import native
     from fuel_core.plan_backends.lowering import LoweringError, bound_of, load, lower, worst_error
 
-    native.is_active()  # what was recorded on the kernels is lowered and compared on them
+    # What was recorded on the kernels is lowered and compared on them; nobody waits for this process.
+    native.build.library(patience=None)
+    native.is_active()
     began = time.perf_counter()
     about: dict[str, Any] = {"core": __version__, "kind": "code"}
     files: dict[str, bytes] = {}

@@ -11,8 +11,6 @@ import hashlib
 import json
 import os
 import platform
-import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Hashable, Mapping
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from fuel_core import __version__
+from fuel_core.code_cache import compiler
 from fuel_core.plan_backends.rewrites import REWRITES
 
 __all__ = ["INDUCTOR_OPTIONS", "code_key", "compiler", "environment", "shelf_identity", "shelf_key"]
@@ -32,13 +31,6 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.threads": 1, "aot_inductor.precompile_h
 
 _HERE = Path(__file__).resolve().parent
 _CORE = _HERE.parent
-
-
-def compiler() -> str | None:
-    """The C++ compiler that a build would call (``CXX``, else g++), or None where there is none."""
-    named = os.environ.get("CXX")
-    words = shlex.split(named) if named else ["g++"]
-    return shutil.which(words[0]) if words else None
 
 
 @functools.cache

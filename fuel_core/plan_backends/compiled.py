@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -193,6 +194,14 @@ class Library:
                 found[segment.recording.fingerprint] = code
         return found
 
+    def refuses(self, program: StepProgram) -> bool:
+        """Whether there is code of the program that must not be used."""
+        with self.lock:
+            return any(
+                segment.recording.layout is not None and self.key(segment.recording) in self.refused
+                for segment in program.compilable
+            )
+
     def key(self, recording: Recording) -> str:
         """The name of the recording's code on this machine, as it is now."""
         return code_key(recording.fingerprint, recording.layout, environment())
@@ -327,6 +336,8 @@ class Library:
         """Why nothing can be built here."""
         if compiler() is None:
             return "no C++ compiler was found; install g++, or name one with CXX"
+        if not sys.executable:
+            return "the path of the Python interpreter is not known here, and a build is a process of its own"
         try:
             cache.prepare()
         except CacheUnusable as error:

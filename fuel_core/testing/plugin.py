@@ -1,6 +1,8 @@
 """The pytest plugin: a module-level `Conformance` becomes one test per check and config.
 
-    conformance::contract.dims_agree[grouped]
+    test_conformance.py::conformance::contract.dims_agree[grouped]
+
+Of several in one module, the one called `conformance` is meant.
 
 Importing it imports no torch: that happens when the first check runs.
 """
@@ -30,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> pytest.Collector | None:
     if isinstance(obj, Conformance) and isinstance(collector, pytest.Module):
+        # The one that a module imports and changes is not the one it means.
+        if name != "conformance" and isinstance(getattr(collector.obj, "conformance", None), Conformance):
+            return None
         made: ConformanceCollector = ConformanceCollector.from_parent(collector, name=name, declaration=obj)
         return made
     return None
@@ -92,4 +97,4 @@ class ConformanceItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        return self.path, None, f"{getattr(self.parent, 'name', 'conformance')}::{self.name}"
+        return self.path, 0, f"{getattr(self.parent, 'name', 'conformance')}::{self.name}"

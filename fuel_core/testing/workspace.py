@@ -5,7 +5,9 @@ A case is cheap to ask twice: checkpoints and true logits are kept for the life 
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -193,8 +195,8 @@ class Workspace:
     def __init__(self, declaration: Conformance) -> None:
         self.declaration = declaration
         self.family = family_of(declaration)
-        self._folder = tempfile.TemporaryDirectory(prefix="fuel-check-")
-        self.folder = Path(self._folder.name)
+        self.folder = Path(tempfile.mkdtemp(prefix="fuel-check-"))
+        self._remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self._cases: dict[str, Case] = {}
 
     def case(self, name: str) -> Case:
@@ -208,4 +210,4 @@ class Workspace:
 
     def close(self) -> None:
         self._cases.clear()
-        self._folder.cleanup()
+        self._remove()

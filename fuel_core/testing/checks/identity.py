@@ -239,7 +239,7 @@ def instances_are_told_apart(case: Case) -> None:
     twin = copy.deepcopy(first)
     numbers.append(twin.instance_id)
     del twin
-    gc.collect()
+    gc.collect(1)
     for _ in range(4):  # one after another at what may be the same address
         numbers.append(case.build().instance_id)
     for number in numbers:
@@ -319,7 +319,7 @@ def allocations_are_told_apart(case: Case) -> None:
             (stats.plans_built, stats.rebound_kv) == (1, 1), f"a cache swap must re-point the plan: {_events(first)}"
         )
         del first.cache
-        gc.collect()
+        gc.collect(1)
         second.cache.truncate_to(4)
         more = case.run(model, other[4:], cache=second.cache, ctx=first.ctx)
         case.rows_close(more, case.truth(other)[4:], f"a rewound cache ({path})")

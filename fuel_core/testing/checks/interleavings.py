@@ -130,5 +130,5 @@ def addresses_are_reused(case: Case) -> None:
             run = case.run(model, ids, capacity=8, ctx=ctx)
             case.rows_close(run, case.truth(ids, seed), f"model {turn} of several, one after another ({plan})")
             del run, model
-            gc.collect()
+            gc.collect(1)
     case.require(ctx.stats.plans_built == 4, f"four models one after another built {ctx.stats.plans_built} plans")

@@ -72,7 +72,7 @@ def uniform_plans_emit_nothing_extra(case: Case) -> None:
 
 
 class _HeadRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the rows that are multiplied by a matrix of as many rows or columns as the vocabulary."""
+    """Counts the rows of results as wide as the vocabulary that were made from something of another width."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -80,8 +80,13 @@ class _HeadRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor) and out.dim() >= 2 and out.shape[-1] == self.vocab and "mm" in str(func):
-            self.rows += out.numel() // self.vocab
+        if isinstance(out, Tensor) and out.dim() >= 2 and out.shape[-1] == self.vocab:
+            given = [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)]
+            # A view, a cast or a sum of logits was counted when the logits were made; memory alone is nothing yet.
+            if given and not any(t.numel() == out.numel() and t.shape[-1:] == out.shape[-1:] for t in given):
+                rows = out.numel() // self.vocab
+                # A weight turned about is as wide as the vocabulary too, and holds nothing new.
+                self.rows += 0 if any(t.numel() == out.numel() for t in given) else rows
         return out
 
 

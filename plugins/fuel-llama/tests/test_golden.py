@@ -7,6 +7,7 @@ generator that a release of torch may change.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -131,13 +132,21 @@ def test_frozen_logits_are_those_of_transformers(folder: Path) -> None:
     assert 0.1 < reference.abs().max() < 0.5
 
 
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels of the core's own: which products they take depends on the machine."""
+    monkeypatch.setattr("fuel_core.native.ops._state", (False, 0))
+
+
 def _ops(backbone: LlamaBackbone, offset_path: str) -> list[str]:
+    backbone._programs.clear()  # taken anew, on what is there now
     ctx = InferenceContext("cpu", plan="recorded", offset_path=offset_path)
     forward_decode_step(backbone, [1], new_cache(backbone, 8), ctx)
     (session,) = ctx.sessions
     return [op.removeprefix("aten.").split(".")[0] for op in session.ops]
 
 
+@pytest.mark.usefixtures("torch_alone")
 @pytest.mark.parametrize("offset_path", ["symbol", "device"])
 def test_held_plan_has_not_grown(backbone: LlamaBackbone, offset_path: str) -> None:
     n_layers = backbone.config.num_hidden_layers
@@ -146,6 +155,22 @@ def test_held_plan_has_not_grown(backbone: LlamaBackbone, offset_path: str) -> N
     assert ops == [*EMBED_OPS, *LAYER_OPS[offset_path] * n_layers, *HEAD_OPS]
 
 
+@pytest.mark.parametrize("offset_path", ["symbol", "device"])
+def test_kernels_take_every_product_and_the_attention_of_one_query(backbone: LlamaBackbone, offset_path: str) -> None:
+    native = pytest.importorskip("fuel_core.native")
+    if not native.is_active():
+        pytest.skip(f"no kernels: {native.status()}")
+    backbone._programs.clear()
+    ctx = InferenceContext("cpu", plan="recorded", offset_path=offset_path)
+    forward_decode_step(backbone, [1], new_cache(backbone, 8), ctx)
+    ops, n = Counter(ctx.sessions[0].ops), backbone.config.num_hidden_layers
+    assert (ops["fuel.product3.default"], ops["fuel.product2.default"]) == (n, n), "q k v, and gate up"
+    assert ops["fuel.product.default"] == n + 1, "o and head"
+    assert ops["fuel.attend_one.default"] == (n if offset_path == "symbol" else 0)
+    assert ops["aten.linear.default"] == n, "down: its input is no multiple of 16 here"
+
+
+@pytest.mark.usefixtures("torch_alone")
 @pytest.mark.parametrize("offset_path", ["symbol", "device"])
 def test_plain_checkpoint_takes_the_same_ops_as_one_with_every_bias(
     backbone: LlamaBackbone, tmp_path: Path, offset_path: str
