@@ -14,8 +14,6 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 PROJECT_OR_NONE = str(PROJECT) if (PROJECT / "fuel_phi").is_dir() else None
 conformance = dataclasses.replace(declared.CONFORMANCE, project=PROJECT_OR_NONE)
-    declared.CONFORMANCE, project=str(PROJECT) if (PROJECT / "fuel_phi").is_dir() else None
-)
 
 
 def test_the_kit_is_collected(request: pytest.FixtureRequest) -> None:
