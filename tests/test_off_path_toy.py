@@ -285,13 +285,13 @@ def test_a_fault_in_the_shared_driver_reaches_both(monkeypatch):
         def __getattr__(self, name):
             return getattr(self.cache, name)
 
-        def advance(self, token_ids, filled_by=None):
+        def advance(self, token_ids, filled_by=None, regime=None):
             pass
 
     run = driver.rebind_and_realize_prebuilt
 
-    def sabotaged(model, token_ids, cache, ctx, session):
-        return run(model, token_ids, Forgetful(cache), ctx, session)
+    def sabotaged(model, token_ids, cache, ctx, session, *more):
+        return run(model, token_ids, Forgetful(cache), ctx, session, *more)
 
     monkeypatch.setattr("fuel_core.persistent_decode.entry.rebind_and_realize_prebuilt", sabotaged)
     monkeypatch.setitem(globals(), "rebind_and_realize_prebuilt", sabotaged)

@@ -44,7 +44,10 @@ CHUNKINGS = {"whole": [9], "chunks": [4, 3, 2], "tokens": [1] * 9}
 NAMES = [name for name in CHECKPOINTS if name.startswith(("phi3", "phi4"))]
 
 TOLERANCE = 1e-5
-"""float32. GENUINE"""
+"""float32. Largest genuine error: 2.8e-6, 4.5e-6 across the original length (logits up to 2). Smallest errors under
+sabotage: epsilon a tenth of its value 5.4e-5; frequencies rounded to 9 bits 6.4e-3; no magnitude 0.52; window one wider
+1.3; short list at every length 1.7; rows kept as they were turned 2.0.
+"""
 
 Pair = tuple[DecodeBackbone, Any]
 
@@ -233,7 +236,10 @@ def test_switch_for_biases_is_not_read_and_stored_biases_are_refused(tmp_path: P
 
 BF16_TOLERANCE = 0.1
 PACKED_TOLERANCE = {"int8": 0.15, "int4": 2.0}
-"""CALIBRATE"""
+"""Genuine: bf16 1.7e-2 and 4.6e-2, int8 1.7e-2 and 4.0e-2, int4 0.29 and 0.70 (logits up to 2.2). The rows of one MLP
+matrix moved by one: 0.83 and more in bf16 and int8. What int4 cannot show beside its own rounding, the kit does against
+the very numbers it stands for.
+"""
 
 
 @pytest.mark.parametrize("name", ["phi", "phi4_mini"])
