@@ -36,9 +36,9 @@ CHUNKINGS = {"whole": [9], "chunks": [4, 3, 2], "tokens": [1] * 9}
 NAMES = [name for name in CHECKPOINTS if not name.startswith(("phi3", "phi4"))]
 
 TOLERANCE = 1e-5
-"""float32. Largest genuine error: 9.5e-7 (logits up to 1.9). Smallest errors under sabotage: epsilon a tenth of its value
-3.0e-5; exact instead of tanh GELU 2.5e-4; frequencies rounded to 9 bits 4.6e-3; key bias dropped 6.8e-2; query bias
-9.7e-2; any other bias 0.3 and more.
+"""float32. Largest genuine error: 9.5e-7 (logits up to 1.9). Smallest errors under sabotage: a tenth of epsilon 3.0e-5;
+exact instead of tanh GELU 2.5e-4; frequencies off by 2^-9 4.6e-3; key bias dropped 6.8e-2; query bias 9.7e-2; any other
+bias 0.3 and more.
 """
 
 Pair = tuple[DecodeBackbone, Any]
