@@ -1,7 +1,7 @@
 """Sequences that outgrow an original length: the plan stays, and the cached rows turn as those of the whole sequence.
 
 Truth is a float64 forward over the whole sequence by the frequencies of its length; it shares no code with the decode
-path. A cache whose rows stay as they were turned reddens most of these tests.
+path. Genuine error up to 1.4e-5 (logits up to 4); rows that stay as they were turned: 1.0 and more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fuel_core.persistent_decode import (
     forward_with_kv_context_persistent,
 )
 
-TOLERANCE = 3e-5
+TOLERANCE = 1e-4
 ORIGINAL, WIDTH = 10, 20
 IDS = [3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 61, 44, 7, 12, 50, 27]
 LONG = RopeVariant.longrope(
