@@ -294,6 +294,28 @@ def _visible(t: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (i - j < window)
 
 
+def attended(model: ToyBackbone, i: int, h: Tensor, frequencies: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """``[T, D]`` float64 after the attention of layer i, with its residual."""
+    c, layer, t = model.config, model.layers[i], h.shape[0]
+    group = c.num_attention_heads // c.num_key_value_heads
+    theta: float | Tensor = c.rope_thetas[-1] if i % 2 == 1 else c.rope_thetas[0]
+    if frequencies is not None:
+        theta = frequencies
+    windowed = c.window is not None and (c.windowed_layers is None or i in c.windowed_layers)
+    x = _norm(h, layer.input_layernorm.weight, c.rms_norm_eps)
+    q = _rotated(_linear(x, layer.q_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
+    k = _rotated(_linear(x, layer.k_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
+    v = _linear(x, layer.v_proj).view(t, -1, c.head_dim)
+    heads = []
+    for n in range(c.num_attention_heads):
+        scores = q[:, n] @ k[:, n // group].T / math.sqrt(c.head_dim)
+        if c.softcap is not None:
+            scores = c.softcap * torch.tanh(scores / c.softcap)
+        scores = scores.masked_fill(~_visible(t, c.window if windowed else None), -math.inf)
+        heads.append(torch.softmax(scores, -1) @ v[:, n // group])
+    return h + _linear(torch.cat(heads, -1), layer.o_proj)
+
+
 def reference(model: ToyBackbone, ids: Sequence[int], frequencies: Tensor | None = None, scale: float = 1.0) -> Tensor:
     """Logits ``[T, V]`` float64 of the whole sequence, from the model's weights and config.
 
@@ -303,24 +325,8 @@ def reference(model: ToyBackbone, ids: Sequence[int], frequencies: Tensor | None
     h = matrix(model.embed_tokens)[list(ids)]
     if c.embed_scale is not None:
         h = h * c.embed_scale
-    t, group = len(ids), c.num_attention_heads // c.num_key_value_heads
     for i, layer in enumerate(model.layers):
-        theta: float | Tensor = c.rope_thetas[-1] if i % 2 == 1 else c.rope_thetas[0]
-        if frequencies is not None:
-            theta = frequencies
-        windowed = c.window is not None and (c.windowed_layers is None or i in c.windowed_layers)
-        x = _norm(h, layer.input_layernorm.weight, c.rms_norm_eps)
-        q = _rotated(_linear(x, layer.q_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
-        k = _rotated(_linear(x, layer.k_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
-        v = _linear(x, layer.v_proj).view(t, -1, c.head_dim)
-        heads = []
-        for n in range(c.num_attention_heads):
-            scores = q[:, n] @ k[:, n // group].T / math.sqrt(c.head_dim)
-            if c.softcap is not None:
-                scores = c.softcap * torch.tanh(scores / c.softcap)
-            scores = scores.masked_fill(~_visible(t, c.window if windowed else None), -math.inf)
-            heads.append(torch.softmax(scores, -1) @ v[:, n // group])
-        h = h + _linear(torch.cat(heads, -1), layer.o_proj)
+        h = attended(model, i, h, frequencies, scale)
         x = _norm(h, layer.post_attention_layernorm.weight, c.rms_norm_eps)
         gate, up = _linear(x, layer.gate_proj), _linear(x, layer.up_proj)
         h = h + _linear(gate * torch.sigmoid(gate) * up, layer.down_proj)

@@ -150,9 +150,9 @@ def _weights(
         # A checkpoint that cannot be loaded may be looked at all the same.
         note(f"weights: {error}")
         return []
-    named = checkpoint.for_family(family)
     found = []
-    for parameter, tensor, info, choice in planned:
+    for plan in planned:
+        parameter, tensor, info, choice, named = plan
         entry: dict[str, Any] = {
             "parameter": parameter,
             "tensor": tensor,
@@ -164,7 +164,7 @@ def _weights(
             "relative_error": None,
         }
         if errors:
-            entry["format"], entry["relative_error"] = error_of(choice, named.rows(tensor))
+            entry["format"], entry["relative_error"] = error_of(choice, plan.source())
             entry["or"] = None
             named.release(tensor)
         found.append(entry)
