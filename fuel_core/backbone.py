@@ -355,15 +355,22 @@ class PersistentDecodeModel(nn.Module, ABC):
         *,
         device_offset: bool,
         mask_columns: int | None,
+        sequence_len: int | None = None,
         into: DecodeTokenData | None = None,
     ) -> DecodeTokenData:
         """Compute and upload one step's bound data; the one implementation for build and rebind.
 
-        mask_columns: columns of the mask, None when nothing reads it. into: the buffers a held plan owns.
+        mask_columns: columns of the mask, None when nothing reads it. sequence_len: positions of the whole sequence
+        where it goes on after this step. into: the buffers a held plan owns.
         """
         with span("fuel.token_data"):
             host = compute_decode_token_host(
-                self.mask_plan, self.rope_plan, token_ids, cache.cached_len, mask_columns=mask_columns
+                self.mask_plan,
+                self.rope_plan,
+                token_ids,
+                cache.cached_len,
+                mask_columns=mask_columns,
+                sequence_len=sequence_len,
             )
         with span("fuel.upload"):
             return upload_decode_token_data(

@@ -116,7 +116,10 @@ def _layers(backbone: DecodeBackbone) -> list[dict[str, Any]]:
 
 
 def _rope_variant(variant: Any) -> dict[str, Any]:
-    return {"width": variant.width, "scale": variant.scale, "inv_freq": list(variant.inv_freq)}
+    shown = {"width": variant.width, "scale": variant.scale, "inv_freq": list(variant.inv_freq)}
+    if variant.longer is not None:
+        shown["other_frequencies_beyond"] = variant.longer.original
+    return shown
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -227,6 +230,8 @@ def _print(report: dict[str, Any]) -> None:
             f"RoPE variant {index}: {variant['width']} features turn, {low:.6g} to {high:.6g} radians a position, "
             f"cos and sin times {variant['scale']:.6g}"
         )
+        if "other_frequencies_beyond" in variant:
+            console.print(f"  sequences of more than {variant['other_frequencies_beyond']} positions turn by others")
     parameters, cache, key = report["parameters"], report["kv_cache"], report["shape_key"]
     console.print(f"parameters: {parameters['count']:,}, {bytes_text(parameters['bytes'])}, {parameters['source']}")
     for dtype, size in parameters["bytes_by_dtype"].items():
