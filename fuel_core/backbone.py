@@ -24,7 +24,7 @@ from fuel_core import native
 from fuel_core.decode_shape import Component, ModelInstanceId, ShapeKey, canonical
 from fuel_core.errors import ConfigError, GeometryError
 from fuel_core.kv_cache import KvCache, LayerStateSpec, kv_dims, specs_component
-from fuel_core.layers.linear import Embedding, Linear
+from fuel_core.layers.linear import Embedding, FormattedWeight
 from fuel_core.mask_and_rope import MaskPlan, RopePlan
 from fuel_core.profiling import span
 from fuel_core.token_data import (
@@ -355,15 +355,22 @@ class PersistentDecodeModel(nn.Module, ABC):
         *,
         device_offset: bool,
         mask_columns: int | None,
+        sequence_len: int | None = None,
         into: DecodeTokenData | None = None,
     ) -> DecodeTokenData:
         """Compute and upload one step's bound data; the one implementation for build and rebind.
 
-        mask_columns: columns of the mask, None when nothing reads it. into: the buffers a held plan owns.
+        mask_columns: columns of the mask, None when nothing reads it. sequence_len: positions of the whole sequence
+        where it goes on after this step. into: the buffers a held plan owns.
         """
         with span("fuel.token_data"):
             host = compute_decode_token_host(
-                self.mask_plan, self.rope_plan, token_ids, cache.cached_len, mask_columns=mask_columns
+                self.mask_plan,
+                self.rope_plan,
+                token_ids,
+                cache.cached_len,
+                mask_columns=mask_columns,
+                sequence_len=sequence_len,
             )
         with span("fuel.upload"):
             return upload_decode_token_data(
@@ -408,7 +415,7 @@ def _weights_component(model: nn.Module) -> Component:
     formats = []
     for name, module in model.named_modules():
         packed = getattr(module, "packed_format", None)
-        if isinstance(module, Linear | Embedding) and packed is not None:
+        if isinstance(module, FormattedWeight) and packed is not None:
             formats.append((name, packed))
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     dtypes: list[Component] = [(name, str(tensor.dtype).removeprefix("torch.")) for name, tensor in tensors]

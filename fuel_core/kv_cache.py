@@ -158,6 +158,8 @@ class KvCache:
         self._written = 0
         # From which position on, what computed the rows: only ever compared, by whoever reuses a prefix.
         self._filled_by: list[tuple[int, object]] = []
+        # Which RoPE frequencies the rows were turned by, where those depend on the length of the sequence.
+        self._regime: object = None
 
     @classmethod
     def with_capacity(
@@ -199,6 +201,7 @@ class KvCache:
         other._cached_len, other._token_ids = self._cached_len, list(self._token_ids)
         other._torn, other._written = self._torn, self._written
         other._filled_by = list(self._filled_by)
+        other._regime = self._regime
         return other
 
     # -- contents ---------------------------------------------------------------------------------
@@ -234,6 +237,13 @@ class KvCache:
         mine = self.common_prefix(token_ids)
         return min([mine, *(start for start, by in self._filled_by if by != filled_by)])
 
+    def turned_by(self, regime: object) -> bool:
+        """Whether the cached rows were turned by the RoPE frequencies of ``regime`` (``RopePlan.regime``).
+
+        True where there are no rows, or where frequencies do not depend on the length (``regime`` None).
+        """
+        return regime is None or self._cached_len == 0 or self._regime == regime
+
     @property
     def has_storage(self) -> bool:
         return self._layers is not None
@@ -254,7 +264,7 @@ class KvCache:
                     }
                     for spec in self.specs
                 ]
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 raise CapacityError(
                     f"KvCache: {self.nbytes} bytes for {self.max_seq_len} positions could not be allocated on "
                     f"{self.device}; use a smaller max_seq_len"
@@ -385,6 +395,7 @@ class KvCache:
             self._reset_rolling()
         self._cached_len, self._token_ids = n, other._token_ids[:n]
         self._filled_by = [fill for fill in other._filled_by if fill[0] < n]
+        self._regime = other._regime
         self._written = max(self._written, n)
 
     # -- what a step does ---------------------------------------------------------------------------
@@ -434,14 +445,30 @@ class KvCache:
         self._written = max(self._written, self._cached_len + n_tokens)
         self._in_step = True
 
-    def advance(self, token_ids: Sequence[int], filled_by: object = None) -> None:
-        """Record a completed step, and what computed it. The only place where the filled length grows."""
+    def advance(self, token_ids: Sequence[int], filled_by: object = None, regime: object = None) -> None:
+        """Record a completed step, what computed it, and by which frequencies its rows were turned.
+
+        The only place where the filled length grows.
+        """
+        self._regime = regime
         if not self._filled_by or self._filled_by[-1][1] != filled_by:
             self._filled_by.append((self._cached_len, filled_by))
         self._cached_len += len(token_ids)
         self._token_ids.extend(token_ids)
         self._steps += 1
         self._in_step = False
+
+    def take_back(self, token_ids: Sequence[int]) -> None:
+        """Hold ``token_ids`` again after computing them anew failed part of the way.
+
+        Some rows are of the one kind and some of the other: whoever reads them next computes all of them first.
+        """
+        if len(token_ids) == self._cached_len:
+            return
+        self._filled_by = [(0, object())]
+        self._regime = object()
+        self._torn = self._torn or self.has_rolling_state
+        self._cached_len, self._token_ids = len(token_ids), list(token_ids)
 
     def abandon_step(self) -> None:
         """Record a failed step: positional rows beyond cached_len are hidden anyway, rolling state is torn.

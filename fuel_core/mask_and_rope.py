@@ -6,7 +6,7 @@ Variation in data needs a variant axis: two window widths or two frequency table
 per layer. Variation in whether to apply something needs none: a layer without RoPE simply does not read the tables.
 What is baked into a held step is the number of variants, who uses which, whether a variant has a window at all and how
 wide its rotation is. Window widths, frequencies and scales are bound: they arrive with every token and may change
-without a rebuild.
+without a rebuild. So do frequencies that depend on how long the sequence is.
 
 There is one function for mask bytes and one for RoPE bytes, used when a step is built and when it is rebound; two
 formulas could drift apart and nothing would show it until the second token of a windowed model.
@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -224,6 +224,43 @@ def build_decode_mask_variants(plan: MaskPlan, cached_len: int, seq: int, max_se
 # RoPE
 
 
+@dataclass(frozen=True)
+class LongerList:
+    """Beyond `original` positions the whole sequence turns by these frequencies instead."""
+
+    original: int
+    inv_freq: tuple[float, ...]
+
+    def regime(self, length: int) -> int:
+        """Which frequencies a sequence of `length` positions turns by: equal numbers, equal frequencies."""
+        return int(length > self.original)
+
+    def at(self, regime: int, short: tuple[float, ...]) -> tuple[float, ...]:
+        """The frequencies of a regime; `short` are those up to `original`."""
+        return self.inv_freq if regime else short
+
+
+@dataclass(frozen=True)
+class StretchedBase:
+    """Beyond `original` positions the base grows with the length: every length has frequencies of its own."""
+
+    original: int
+    theta: float
+    factor: float
+
+    def regime(self, length: int) -> int:
+        """The length itself beyond `original`, else 0."""
+        return length if length > self.original else 0
+
+    def at(self, regime: int, short: tuple[float, ...]) -> tuple[float, ...]:
+        """The frequencies of a regime; the base is theta * (factor * n / original - (factor - 1)) ** (R / (R - 2))."""
+        if not regime:
+            return short
+        width = 2 * len(short)
+        grown = self.factor * regime / self.original - (self.factor - 1.0)
+        return tuple(_base_frequencies(width, self.theta * grown ** (width / (width - 2))).tolist())
+
+
 @dataclass(frozen=True, init=False)
 class RopeVariant:
     """One set of rotation frequencies.
@@ -231,22 +268,37 @@ class RopeVariant:
     Args:
         inv_freq: R/2 angles per position in radians, one per rotated pair; float64, finite, not negative.
         scale: factor on cos and sin alike (attention scaling of long-context methods); finite and above 0.
+        longer: what sequences beyond an original length turn by instead, None where the length does not matter. One
+            sequence turns by one set of frequencies: its rows are computed again when it comes to turn by another.
 
     Raises ConfigError otherwise. Widths R are in features of one head and count only those that turn.
     """
 
     inv_freq: tuple[float, ...]
     scale: float
+    longer: LongerList | StretchedBase | None
 
-    def __init__(self, inv_freq: Sequence[float], scale: float = 1.0) -> None:
-        checked = tuple(_finite(f, f"RoPE: inv_freq[{i}]") for i, f in enumerate(inv_freq))
-        if not checked:
-            raise ConfigError("RoPE: inv_freq is empty, a variant turns at least one pair of features")
-        for i, f in enumerate(checked):
-            if f < 0.0:
-                raise ConfigError(f"RoPE: inv_freq[{i}] must not be negative, got {f!r}")
+    def __init__(
+        self, inv_freq: Sequence[float], scale: float = 1.0, longer: LongerList | StretchedBase | None = None
+    ) -> None:
+        checked = _frequencies(inv_freq, "inv_freq")
         object.__setattr__(self, "inv_freq", checked)
         object.__setattr__(self, "scale", _positive(scale, "RoPE: scale"))
+        if isinstance(longer, LongerList):
+            second = _frequencies(longer.inv_freq, "longer.inv_freq")
+            if len(second) != len(checked):
+                raise ConfigError(
+                    f"RoPE: longer.inv_freq must have {len(checked)} frequencies, as inv_freq has, got {len(second)}"
+                )
+        object.__setattr__(self, "longer", longer)
+
+    def regime(self, length: int) -> int:
+        """Which frequencies a sequence of `length` positions turns by; 0 are `inv_freq`."""
+        return 0 if self.longer is None else self.longer.regime(length)
+
+    def frequencies(self, regime: int) -> tuple[float, ...]:
+        """The frequencies of a regime."""
+        return self.inv_freq if self.longer is None else self.longer.at(regime, self.inv_freq)
 
     @property
     def width(self) -> int:
@@ -354,13 +406,64 @@ class RopeVariant:
         return cls((inv_freq / divisor * divided + inv_freq * (1.0 - divided)).tolist(), scale)
 
     @classmethod
+    def longrope(
+        cls,
+        width: int,
+        theta: float,
+        *,
+        short_factor: Sequence[float],
+        long_factor: Sequence[float],
+        factor: float,
+        original_max_position_embeddings: float,
+        attention_factor: float | None = None,
+    ) -> Self:
+        """Return frequencies divided by one of two lists: the short one up to the original length, else the long one.
+
+        Each list has width/2 numbers (LongRoPE, arXiv:2402.13753). Both come with one scale on cos and sin:
+        `attention_factor` where it is given, else sqrt(1 + ln(factor) / ln(original)), and 1 for a factor of at most
+        1; `factor` is the whole length divided by the original one. Formulas as in transformers'
+        `modeling_rope_utils`.
+        """
+        original = _count(original_max_position_embeddings, "RoPE: original_max_position_embeddings", 1)
+        ratio = _positive(factor, "RoPE: factor")
+        inv_freq = _base_frequencies(width, theta)
+        short = _divide(inv_freq, short_factor, "short_factor").tolist()
+        long = _divide(inv_freq, long_factor, "long_factor").tolist()
+        if attention_factor is not None:
+            scale = _positive(attention_factor, "RoPE: attention_factor")
+        elif ratio <= 1.0:
+            scale = 1.0
+        elif original == 1:
+            raise ConfigError("RoPE: original_max_position_embeddings 1 has no logarithm to divide by; give more")
+        else:
+            scale = math.sqrt(1.0 + math.log(ratio) / math.log(original))
+        return cls(short, scale, LongerList(original, tuple(long)))
+
+    @classmethod
+    def dynamic(cls, width: int, theta: float, *, factor: float, original_max_position_embeddings: float) -> Self:
+        """Return the frequencies of theta up to the original length; beyond it the base grows with the length.
+
+        The base for n positions is theta * (factor * n / original - (factor - 1)) ** (width / (width - 2)), as in
+        transformers' `modeling_rope_utils`.
+        """
+        original = _count(original_max_position_embeddings, "RoPE: original_max_position_embeddings", 1)
+        ratio = _positive(factor, "RoPE: factor")
+        inv_freq = _base_frequencies(width, theta).tolist()
+        if width == 2:
+            raise ConfigError("RoPE: a growing base needs a width of 4 or more, got 2")
+        if ratio < 1.0:
+            raise ConfigError(f"RoPE: factor must be at least 1 for a base that grows, got {ratio}")
+        return cls(inv_freq, 1.0, StretchedBase(original, float(theta), ratio))
+
+    @classmethod
     def from_parameters(cls, width: int, params: object) -> Self:
         """Make the variant that resolved checkpoint parameters describe.
 
         Args:
             width: features that turn.
-            params: anything with a `kind` ("banded", "default", "linear" or "yarn"), a `theta`, and whichever of the
-                other arguments of that kind's constructor it has; a missing attribute and None are the same.
+            params: anything with a `kind` ("banded", "default", "dynamic", "linear", "longrope" or "yarn"), a `theta`,
+                and whichever of the other arguments of that kind's constructor it has; a missing attribute and None
+                are the same.
                 `frequency_divisors`, if given, divide the frequencies of the kinds "default" and "linear".
 
         Raises ConfigError for any other kind, and for a parameter that the kind needs and `params` lacks.
@@ -373,7 +476,7 @@ class RopeVariant:
             raise ConfigError(f"RoPE kind {kind!r} computes its own frequencies and takes no frequency_divisors")
         made = _KINDS[kind](_Parameters(kind, params), width)
         if divisors is None:
-            return cls(made.inv_freq, made.scale)
+            return cls(made.inv_freq, made.scale, made.longer)
         return cls(_divide(np.array(made.inv_freq), divisors).tolist(), made.scale)
 
 
@@ -385,7 +488,15 @@ class _Parameters:
         self._source = source
 
     def need(self, name: str) -> float:
-        value: float | None = getattr(self._source, name, None)
+        value: float = self._need(name)
+        return value
+
+    def need_list(self, name: str) -> Sequence[float]:
+        value: Sequence[float] = self._need(name)
+        return value
+
+    def _need(self, name: str) -> Any:
+        value = getattr(self._source, name, None)
         if value is None:
             raise ConfigError(f"RoPE kind {self._kind!r} needs {name}, which the checkpoint's config does not give")
         return value
@@ -426,12 +537,45 @@ def _make_yarn(params: _Parameters, width: int) -> RopeVariant:
     )
 
 
+def _make_dynamic(params: _Parameters, width: int) -> RopeVariant:
+    return RopeVariant.dynamic(
+        width,
+        params.need("theta"),
+        factor=params.need("factor"),
+        original_max_position_embeddings=params.need("original_max_position_embeddings"),
+    )
+
+
+def _make_longrope(params: _Parameters, width: int) -> RopeVariant:
+    return RopeVariant.longrope(
+        width,
+        params.need("theta"),
+        short_factor=params.need_list("short_factor"),
+        long_factor=params.need_list("long_factor"),
+        factor=params.need("factor"),
+        original_max_position_embeddings=params.need("original_max_position_embeddings"),
+        **params.given("attention_factor"),
+    )
+
+
 _KINDS: Mapping[str, Callable[[_Parameters, int], RopeVariant]] = {
     "banded": _make_banded,
     "default": _make_default,
+    "dynamic": _make_dynamic,
     "linear": _make_linear,
+    "longrope": _make_longrope,
     "yarn": _make_yarn,
 }
+
+
+def _frequencies(inv_freq: Sequence[float], what: str) -> tuple[float, ...]:
+    checked = tuple(_finite(f, f"RoPE: {what}[{i}]") for i, f in enumerate(inv_freq))
+    if not checked:
+        raise ConfigError(f"RoPE: {what} is empty, a variant turns at least one pair of features")
+    for i, f in enumerate(checked):
+        if f < 0.0:
+            raise ConfigError(f"RoPE: {what}[{i}] must not be negative, got {f!r}")
+    return checked
 
 
 def _base_frequencies(width: int, theta: float) -> _F64:
@@ -443,15 +587,13 @@ def _base_frequencies(width: int, theta: float) -> _F64:
     return frequencies
 
 
-def _divide(inv_freq: _F64, divisors: Sequence[float]) -> _F64:
+def _divide(inv_freq: _F64, divisors: Sequence[float], what: str = "frequency_divisors") -> _F64:
     if len(divisors) != len(inv_freq):
         raise ConfigError(
-            f"RoPE: frequency divisors must be one per rotated pair, {len(inv_freq)} for width {2 * len(inv_freq)}, "
-            f"got {len(divisors)}"
+            f"RoPE: {what.replace('_', ' ')} must be one per rotated pair, {len(inv_freq)} for width "
+            f"{2 * len(inv_freq)}, got {len(divisors)}"
         )
-    quotients: _F64 = inv_freq / np.array(
-        [_positive(d, f"RoPE: frequency_divisors[{i}]") for i, d in enumerate(divisors)]
-    )
+    quotients: _F64 = inv_freq / np.array([_positive(d, f"RoPE: {what}[{i}]") for i, d in enumerate(divisors)])
     return quotients
 
 
@@ -558,22 +700,43 @@ class RopePlan:
         mix_component(hasher, self.structure())
 
     @cached_property
-    def _halves(self) -> tuple[_F64, _F64]:
-        """The frequencies of every variant, [V, 1, width/2] filled up with zeros, and the scales, [V, 1, 1].
+    def depends_on_length(self) -> bool:
+        """Whether some variant turns long sequences by other frequencies than short ones."""
+        return any(variant.longer is not None for variant in self.variants)
 
-        Not a field: it follows from the variants, so equality, hash and repr leave it alone.
+    def regime(self, length: int) -> tuple[int, ...] | None:
+        """Which frequencies a sequence of `length` positions turns by, None where the length does not matter.
+
+        Rows that were computed under different regimes do not belong into one sequence.
         """
+        return tuple(variant.regime(length) for variant in self.variants) if self.depends_on_length else None
+
+    @cached_property
+    def _last(self) -> list[tuple[tuple[int, ...] | None, tuple[_F64, _F64]]]:
+        """The arrays of the last regime, at most one. Not a field, so equality, hash and repr leave it alone."""
+        return []
+
+    def _halves(self, regime: tuple[int, ...] | None) -> tuple[_F64, _F64]:
+        """The frequencies of every variant, [V, 1, width/2] filled up with zeros, and the scales, [V, 1, 1]."""
+        held = self._last[0] if self._last else None
+        if held is not None and held[0] == regime:
+            return held[1]
         frequencies = np.zeros((self.n_variants, 1, self.width // 2))
         for index, variant in enumerate(self.variants):
-            frequencies[index, 0, : len(variant.inv_freq)] = variant.inv_freq
+            chosen = variant.frequencies(0 if regime is None else regime[index])
+            frequencies[index, 0, : len(chosen)] = chosen
         scales = np.array([variant.scale for variant in self.variants])[:, None, None]
         frequencies.flags.writeable = False
         scales.flags.writeable = False
+        self._last[:] = [(regime, (frequencies, scales))]
         return frequencies, scales
 
 
-def build_rope_tables(plan: RopePlan, start: int, seq: int) -> tuple[_F32, _F32]:
+def build_rope_tables(plan: RopePlan, start: int, seq: int, length: int | None = None) -> tuple[_F32, _F32]:
     """Build cos and sin for positions start .. start + seq - 1, float32 [V, seq, plan.width] each.
+
+    length: positions of the sequence these are part of, which decides the frequencies of a variant that depends on it;
+    start + seq without it.
 
     Half-split layout: in a variant of width R, columns i and i + R/2 hold the value of frequency i. Angles, cos, sin
     and the product with the scale are float64, and the cast comes last: float32 angles lose digits at high positions.
@@ -583,7 +746,7 @@ def build_rope_tables(plan: RopePlan, start: int, seq: int) -> tuple[_F32, _F32]
     Raises DecodeError for a step without tokens or a negative position.
     """
     _step_range(start, seq)
-    frequencies, scales = plan._halves
+    frequencies, scales = plan._halves(plan.regime(start + seq if length is None else length))
     angles = np.arange(start, start + seq, dtype=np.float64)[:, None] * frequencies  # [V, T, R/2]
     cos_half, sin_half = np.cos(angles) * scales, np.sin(angles) * scales
     cos_VTR = np.zeros((plan.n_variants, seq, plan.width), dtype=np.float32)

@@ -110,10 +110,14 @@ def compute_decode_token_host(
     cached_len: int,
     *,
     mask_columns: int | None,
+    sequence_len: int | None = None,
 ) -> DecodeTokenHost:
-    """Compute one step's bound data. ``mask_columns``: width of the mask, None to leave it out."""
+    """Compute one step's bound data. ``mask_columns``: width of the mask, None to leave it out.
+
+    ``sequence_len``: positions of the whole sequence where it goes on after this step (see ``build_rope_tables``).
+    """
     seq = len(token_ids)
-    cos, sin = build_rope_tables(rope_plan, cached_len, seq)
+    cos, sin = build_rope_tables(rope_plan, cached_len, seq, sequence_len)
     mask = None if mask_columns is None else build_decode_mask_variants(mask_plan, cached_len, seq, mask_columns)
     symbols = StepSymbols(cached_len, cached_len + seq, mask_plan.window_starts(cached_len))
     return DecodeTokenHost(np.asarray(token_ids, dtype=np.int64), cos, sin, mask, symbols)

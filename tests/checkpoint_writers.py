@@ -209,12 +209,15 @@ def write_gguf(
     permute: bool | None = None,
     metadata: Mapping[str, Any] | None = None,
     raw_tensors: Mapping[str, np.ndarray] | None = None,
+    split: Mapping[str, Any] | None = None,
+    alignment: int | None = None,
 ) -> Path:
     """A GGUF file of the tensors (Hugging Face names), as a converter writes it.
 
     Matrices are stored as `stored` (or as `kinds` says for a name), vectors as float32. `permute`: reorder query and
     key rows (default: for architecture "llama"). `metadata`: more keys, or `...` to leave a key out. `raw_tensors` are
-    stored as they are under their name in the file, and give no Hugging Face name.
+    stored as they are under their name in the file, and give no Hugging Face name. `split` are the writer's options for
+    writing several files; the first is returned. `alignment` is declared in the first file alone, as the writer does.
     """
     keys: dict[str, Any] = {
         f"{architecture}.context_length": config["max_position_embeddings"],
@@ -229,7 +232,9 @@ def write_gguf(
         f"{architecture}.rope.freq_base": float(config["rope_theta"]),
         f"{architecture}.rope.dimension_count": config["head_dim"],
     }
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, **(split or {}))
+    if alignment is not None:
+        writer.add_custom_alignment(alignment)
     for key, value in changed(keys, metadata or {}).items():
         _put(writer, key, value)
     for name, tensor in (tensors or {}).items():
@@ -247,7 +252,7 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-00001-of-*.gguf")) if split else path
 
 
 def _put(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

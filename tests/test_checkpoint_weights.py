@@ -115,7 +115,10 @@ def test_tensors_of_a_stored_type_nobody_declared_are_refused_by_name(tmp_path: 
     tensors = tensors_for(module)
     name = "model.layers.0.mlp.up_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-    with pytest.raises(UnsupportedCheckpointError, match=r"up_proj.weight' is stored as F8_E4M3"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"quantised with 'fp8' \(tensors: .*up_proj.weight\)"):
+        load(write_folder(tmp_path, tensors=tensors), module)
+    tensors[name] = torch.zeros(160, 96, dtype=torch.complex64)
+    with pytest.raises(UnsupportedCheckpointError, match=r"up_proj.weight' is stored as C64"):
         load(write_folder(tmp_path, tensors=tensors), module)
 
 
@@ -146,9 +149,9 @@ def test_unused_tensors_are_listed_up_to_ten_and_counted(tmp_path: Path) -> None
     assert "extra.10" not in str(error.value)
 
 
-def test_scale_tensor_without_a_quantisation_config_is_an_unused_tensor(tmp_path: Path) -> None:
+def test_scale_tensor_without_a_quantisation_config_is_refused_by_name(tmp_path: Path) -> None:
     tensors = tensors_for(toy()) | {"model.layers.0.mlp.up_proj.weight_scale_inv": torch.zeros(1)}
-    with pytest.raises(WeightsError, match=r"1 unused tensors: model.layers.0.mlp.up_proj.weight_scale_inv"):
+    with pytest.raises(UnsupportedCheckpointError, match=r"'fp8' \(tensors: .*0.mlp.up_proj.weight_scale_inv\)"):
         load(write_folder(tmp_path, tensors=tensors), toy())
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,22 @@ def test_closed_pipe_is_silent(arguments: list[str]) -> None:
         os.close(write_end)
     assert done.stderr == b""
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to\n99"),
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
+    ],
+    ids=["python", "cpu", "gpu"],
+)
+def test_memory_that_runs_out_is_one_line_of_the_user(
+    failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    assert failing(error) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert "memory: expected room" in said[0]
+    assert failing(RuntimeError("another")) == 1

@@ -261,3 +261,81 @@ def test_more_layers_than_any_model_has_are_refused_before_a_family_lists_them()
     assert reader(num_hidden_layers=10_000).common()["num_hidden_layers"] == 10_000
     with pytest.raises(ConfigError, match=r"num_hidden_layers.* at most 10000, found 10001"):
         reader(num_hidden_layers=10_001).common()
+
+
+@pytest.mark.parametrize(
+    ("block", "name"),
+    [
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
+        ({"_load_in_8bit": True}, "bitsandbytes"),
+        ({"bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "gptq"),
+        ({"bits": 4, "group_size": 128, "zero_point": True}, "awq"),
+        ({"bits": 4, "group_size": 64}, "mlx"),
+        ({"config_groups": {}}, "compressed-tensors"),
+        ({"quant_algo": "NVFP4"}, "NVFP4"),
+        ("fp8", "fp8"),
+        ([], "unnamed"),
+        (False, "unnamed"),
+        ({"quant_method": 7}, "unnamed"),
+    ],
+)
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config", "quantization"])
+def test_quantisation_is_named_by_its_keys_where_it_gives_no_name(key: str, block: object, name: str) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=f"quantised with '{name}'") as error:
+        reader(**{key: block}).common()
+    assert "(config.json)" in str(error.value)
+
+
+# -- ranges -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"])
+@pytest.mark.parametrize("value", [0, -1, 1 << 25, 1 << 70, "96", 96.0, True, [96], {}])
+def test_size_that_no_model_has_is_refused_by_its_key(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' to be an integer") as error:
+        reader(**{key: value, "head_dim": 2}).common()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", ["num_key_value_heads", "head_dim", "num_hidden_layers", "max_position_embeddings"])
+@pytest.mark.parametrize("value", [0, -1, "2", 2.0, True, [2], {}])
+def test_count_of_another_type_or_sign_is_refused_by_its_key(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' to be an integer"):
+        reader(**{key: value}).common()
+
+
+def test_heads_are_bounded_in_their_product() -> None:
+    assert reader(head_dim=1 << 22).common()["head_dim"] == 1 << 22
+    with pytest.raises(ConfigError, match=r"num_attention_heads times head_dim .*found 4 times 8388608"):
+        reader(head_dim=1 << 23).common()
+
+
+@pytest.mark.parametrize("value", [0, 0.0, -1.0, float("nan"), float("inf"), "30", True, [30.0]])
+def test_cap_is_null_or_above_zero(value: object) -> None:
+    assert reader(cap=None).optional_float("cap") is None
+    assert reader(cap=30).optional_float("cap") == 30.0
+    with pytest.raises(ConfigError, match="'cap' to be a"):
+        reader(cap=value).optional_float("cap")
+
+
+def test_keys_that_nobody_reads_are_tolerated() -> None:
+    junk = {"auto_map": {"a": "b"}, "_name_or_path": "../x", "use_cache": None, "x": [{}, "\ud800", 10**300]}
+    assert resolve({**TINY, **junk}) == resolve(TINY)
+
+
+# -- two values for one fact --------------------------------------------------------------------------------------
+
+
+def test_two_dtypes_are_refused_by_both_names_unless_they_are_one() -> None:
+    assert reader(dtype="bfloat16", torch_dtype="torch.bfloat16").dtype() == "bfloat16"
+    assert reader(dtype="bfloat16", torch_dtype=None).dtype() == "bfloat16"
+    with pytest.raises(ConfigError, match=r"dtype and torch_dtype to agree, found 'bfloat16' and 'float32'"):
+        reader(dtype="bfloat16", torch_dtype="float32").common()
+
+
+def test_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(ConfigError) as error:
+        reader(hidden_size="9" * 100_000).common()
+    assert len(str(error.value)) < 300
+    with pytest.raises(ConfigError, match="found int too long to show"):
+        reader(hidden_size=10**5000).common()

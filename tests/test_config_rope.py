@@ -190,3 +190,79 @@ def test_nested_decoder_keys_reach_the_rope_block() -> None:
     text: dict[str, Any] = {**TINY, "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     rope = ConfigReader(RawConfig.from_config({"model_type": "outer", "text_config": text})).rope()
     assert (rope.kind, rope.factor) == ("linear", 8.0)
+
+
+# -- half-migrated files and contradictions -----------------------------------------------------------------------
+
+
+def test_half_migrated_file_takes_the_block_then_what_stands_beside_it_then_the_family() -> None:
+    """The rule: nested, else flat, else the family's default."""
+    flat = reader(rope_theta=5000.0, rope_parameters={"rope_type": "linear", "factor": 2.0}).rope()
+    nested = reader(rope_theta=..., rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 5000}).rope()
+    family = reader({"rope_theta": 5000}, rope_theta=..., rope_parameters={"rope_type": "linear", "factor": 2.0}).rope()
+    assert flat == nested == family
+    assert flat.theta == 5000.0
+    share = reader(partial_rotary_factor=0.5, rope_parameters={"rope_type": "default", "rope_theta": 1e4}).rope()
+    assert share.partial_rotary_factor == 0.5
+    original = reader(original_max_position_embeddings=32, rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope()
+    assert original.original_max_position_embeddings == 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"rope_theta": 1e6, "rope_parameters": {"rope_theta": 1e4}},
+            r"rope_parameters\.rope_theta and rope_theta to agree, found 10000\.0 and 1000000\.0",
+        ),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.25}},
+            r"rope_parameters\.partial_rotary_factor and partial_rotary_factor to agree, found 0\.25 and 0\.5",
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+            r"rope_type and type to agree, found 'yarn' and 'linear'",
+        ),
+        (
+            {"rope_scaling": {"type": "banana", "rope_type": "default"}},
+            r"rope_type and type to agree, found 'default' and 'banana'",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+            },
+            r"rope_scaling\.rope_type and rope_parameters\.rope_type to agree, found 'linear' and 'yarn'",
+        ),
+        (
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            r"rope_scaling\.factor and rope_parameters\.factor to agree, found 2\.0 and 4\.0",
+        ),
+    ],
+)
+def test_two_values_for_one_fact_are_refused_by_both_names(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as error:
+        reader(**changes).rope()
+    assert "config.json" in str(error.value)
+
+
+def test_two_values_that_agree_are_one() -> None:
+    plain = reader(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope()
+    both = reader(rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}).rope()
+    again = reader(
+        rope_scaling={"rope_type": "linear", "factor": 2.0},
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 10000},
+    ).rope()
+    assert plain == both == again
+    assert reader(rope_scaling={"type": "su", "rope_type": "longrope"}, rope_theta=...).raw
+    words = {"type": "su", "rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    assert reader(rope_scaling=words, original_max_position_embeddings=32).rope().kind == "longrope"
+
+
+@pytest.mark.parametrize(("head_dim", "share"), [(32, 0.1), (32, 0.01), (33, 1.0), (1, 1.0)])
+def test_rotated_width_must_be_even_and_at_least_two(head_dim: int, share: float) -> None:
+    with pytest.raises(ConfigError, match="an even number of rotated dimensions"):
+        reader(head_dim=head_dim, partial_rotary_factor=share).rope()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,14 +13,17 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 from toy_backbone import latent_toy, new_cache, toy
 from toy_llm import make
 
 import fuel_core
 from fuel_core.backbone import DecodeBackbone
+from fuel_core.errors import CapacityError
 from fuel_core.generation import Generation
 from fuel_core.llm import LanguageModel
 from fuel_core.persistent_decode import InferenceContext
+from fuel_core.plan_backends.build_job import Job
 
 CORE = Path(fuel_core.__file__).parent
 # Where state lives that a step changes. Layers and plans only compute; a few of their lines stand for all.
@@ -37,8 +43,8 @@ WATCHED = {
 
 
 @contextmanager
-def interrupt_at(point: int) -> Iterator[list[tuple[str, int]]]:
-    """Raise KeyboardInterrupt before the `point`-th line (from 0) that runs in the watched files; -1 for nowhere.
+def interrupt_at(point: int, error: type[BaseException] = KeyboardInterrupt) -> Iterator[list[tuple[str, int]]]:
+    """Raise `error` before the `point`-th line (from 0) that runs in the watched files; -1 for nowhere.
 
     The value lists the lines as they run.
     """
@@ -49,7 +55,7 @@ def interrupt_at(point: int) -> Iterator[list[tuple[str, int]]]:
             lines.append((frame.f_code.co_filename, frame.f_lineno))
             if len(lines) == point + 1:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                raise error
         return on_line
 
     def on_call(frame: FrameType, event: str, _: object) -> Any:
@@ -162,3 +168,46 @@ def test_stream_that_was_interrupted_is_closed_and_the_reply_can_be_asked_for_ag
     again = llm.generate("hello world", 6)
     assert again.token_ids[0] == first.token_id
     assert again.usage.cached_tokens == 1
+
+
+def test_memory_that_runs_out_while_a_plan_is_built_leaves_the_model_usable() -> None:
+    """Not only whoever presses a key stops a step half-way."""
+    prompt = [3, 14, 15, 9, 26, 53]
+    expected = make().generate(prompt, 3).token_ids
+    points = points_of(lambda: make().generate(prompt, 3))
+    for point in points[5::40]:
+        llm = make()
+        with suppress(MemoryError, CapacityError), interrupt_at(point, MemoryError):
+            llm.generate(prompt, 3)
+        assert llm.generate(prompt, 3).token_ids == expected, point
+
+
+def test_cache_that_cannot_grow_says_so_and_serves_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make(limit=4096)
+    short, long = [3, 14, 15], [1, 2, 3, 4] * 200
+    expected = llm.generate(short, 3).token_ids
+    usual = torch.zeros
+
+    def refuse(size: Any, *args: Any, **options: Any) -> torch.Tensor:
+        if max(size, default=0) > 512:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        return usual(size, *args, **options)
+
+    with monkeypatch.context() as full:
+        full.setattr("fuel_core.kv_cache.torch.zeros", refuse)
+        with pytest.raises(CapacityError, match=r"could not be allocated.*smaller max_seq_len"):
+            llm.generate(long, 3)
+        assert llm.generate(short, 3).token_ids == expected
+    assert llm.generate(long, 3).token_ids == make(limit=4096).generate(long, 3).token_ids
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_build_that_is_killed_is_said_and_never_trusted(number: signal.Signals) -> None:
+    with tempfile.TemporaryFile() as log, subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as process:
+        job = Job(process, log, ["key"])
+        assert job.running
+        assert job.failure() is None
+        process.send_signal(number)
+        process.wait()
+        assert job.failure() == f"exit status {-number}"
+        assert log.closed

@@ -285,13 +285,13 @@ def test_a_fault_in_the_shared_driver_reaches_both(monkeypatch):
         def __getattr__(self, name):
             return getattr(self.cache, name)
 
-        def advance(self, token_ids, filled_by=None):
+        def advance(self, token_ids, filled_by=None, regime=None):
             pass
 
     run = driver.rebind_and_realize_prebuilt
 
-    def sabotaged(model, token_ids, cache, ctx, session):
-        return run(model, token_ids, Forgetful(cache), ctx, session)
+    def sabotaged(model, token_ids, cache, ctx, session, *more):
+        return run(model, token_ids, Forgetful(cache), ctx, session, *more)
 
     monkeypatch.setattr("fuel_core.persistent_decode.entry.rebind_and_realize_prebuilt", sabotaged)
     monkeypatch.setitem(globals(), "rebind_and_realize_prebuilt", sabotaged)
@@ -302,8 +302,8 @@ def test_a_fault_in_the_shared_driver_reaches_both(monkeypatch):
 def test_a_fault_in_the_shared_token_data_reaches_both(monkeypatch):
     compute = token_data.compute_decode_token_host
 
-    def late(mask_plan, rope_plan, token_ids, cached_len, *, mask_columns):
-        host = compute(mask_plan, rope_plan, token_ids, cached_len, mask_columns=mask_columns)
+    def late(*args, **more):
+        host = compute(*args, **more)
         cos, sin = host.rope_sin.copy(), host.rope_cos.copy()
         return type(host)(host.token_ids, cos, sin, host.mask, host.symbols)
 

@@ -13,10 +13,17 @@ from hypothesis import given, settings
 
 from fuel_core.decode_shape import ShapeKeyHasher
 from fuel_core.errors import ConfigError, DecodeError
-from fuel_core.mask_and_rope import RopePlan, RopeVariant, build_rope_tables
+from fuel_core.mask_and_rope import LongerList, RopePlan, RopeVariant, build_rope_tables
 
 BANDED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 8.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"factor": 2.0, "original_max_position_embeddings": 16}
 
 
 def key_of(plan):
@@ -39,16 +46,22 @@ def tables_by_hand(variant, start, seq):
 # --- Frequencies -----------------------------------------------------------------------------------------------------
 
 
-def oracle(width, theta, published, **scaling):
-    """Return (inv_freq, scale) as transformers computes them for a config that publishes this rope_type."""
+def oracle_config(width, theta, published, **scaling):
+    """Return a config of transformers that publishes this rope_type."""
     from transformers import PreTrainedConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = PreTrainedConfig()
     config.hidden_size, config.num_attention_heads, config.head_dim = 4 * width, 4, width
     config.max_position_embeddings = 4096
     config.rope_parameters = {"rope_type": published, "rope_theta": theta, **scaling}
-    inv_freq, scale = ROPE_INIT_FUNCTIONS[published](config, "cpu")
+    return config
+
+
+def oracle(width, theta, published, **scaling):
+    """Return (inv_freq, scale) as transformers computes them for a config that publishes this rope_type."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    inv_freq, scale = ROPE_INIT_FUNCTIONS[published](oracle_config(width, theta, published, **scaling), "cpu")
     return inv_freq.numpy(), scale
 
 
@@ -241,6 +254,95 @@ def test_variant_refuses_bad_frequencies_and_scales():
     assert RopeVariant([1.0, 0.0]).inv_freq == (1.0, 0.0), "a pair that does not turn is allowed"
 
 
+# --- Frequencies that depend on the length ---------------------------------------------------------------------------
+
+
+def at(variant, length):
+    """The frequencies and the scale that a sequence of this length turns by."""
+    return variant.frequencies(variant.regime(length)), variant.scale
+
+
+@pytest.mark.parametrize(("width", "theta"), SHAPES)
+@pytest.mark.parametrize("length", [1, 16, 17, 4096])
+@pytest.mark.parametrize("more", [{}, {"factor": 4.0}, {"factor": 0.5}, {"attention_factor": 1.7}])
+def test_against_transformers_longrope(width, theta, length, more):
+    lists = {"short_factor": [1.0 + i / 7 for i in range(width // 2)], "long_factor": [4.0] * (width // 2)}
+    original = {"original_max_position_embeddings": 16}
+    # The oracle's config has 4096 positions, which is the factor where none is given.
+    variant = RopeVariant.longrope(width, theta, **{"factor": 256.0, **lists, **original, **more})
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = oracle_config(width, theta, "longrope", **lists, **original, **more)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+    np.testing.assert_allclose(at(variant, length)[0], inv_freq.numpy(), rtol=1e-6)
+    assert variant.scale == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize(("width", "theta"), SHAPES)
+@pytest.mark.parametrize("length", [1, 4096, 4097, 9000])
+def test_against_transformers_dynamic(width, theta, length):
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    variant = RopeVariant.dynamic(width, theta, factor=2.0, original_max_position_embeddings=4096)
+    inv_freq, scale = ROPE_INIT_FUNCTIONS["dynamic"](
+        oracle_config(width, theta, "dynamic", factor=2.0), "cpu", seq_len=length
+    )
+    np.testing.assert_allclose(at(variant, length)[0], inv_freq.numpy(), rtol=1e-6)
+    assert variant.scale == scale == 1.0
+    if length > 4096:
+        assert at(variant, length)[0] != at(variant, length + 1)[0] != variant.inv_freq
+
+
+def test_longrope_of_the_published_lengths():
+    """Length 16 of 16 is short and 17 long, and both lists come with one magnitude."""
+    variant = RopeVariant.longrope(16, 1e4, **LONGROPE)
+    plain = RopeVariant.default(16, 1e4)
+    assert at(variant, 16)[0] == plain.inv_freq == variant.inv_freq
+    assert at(variant, 17)[0] == pytest.approx([f / 4 for f in plain.inv_freq], rel=1e-15)
+    assert variant.scale == pytest.approx(1.224745, abs=1e-6)
+    wide = LONGROPE | {"factor": 131072 / 4096, "original_max_position_embeddings": 4096}
+    assert RopeVariant.longrope(16, 1e4, **wide).scale == pytest.approx(1.190238, abs=1e-6)
+    # A partial rotation has as many factors as it has pairs.
+    assert (
+        RopeVariant.longrope(12, 1e4, **LONGROPE | {k: [1.0] * 6 for k in ("short_factor", "long_factor")}).width == 12
+    )
+    for name in ("short_factor", "long_factor"):
+        with pytest.raises(ConfigError, match=f"{name.replace('_', ' ')} must be one per rotated pair, 8.*got 7"):
+            RopeVariant.longrope(16, 1e4, **LONGROPE | {name: [1.0] * 7})
+        with pytest.raises(ConfigError, match=rf"{name}\[2\]"):
+            RopeVariant.longrope(16, 1e4, **LONGROPE | {name: [1.0, 1.0, 0.0, *[1.0] * 5]})
+
+
+def test_tables_are_those_of_the_whole_sequence():
+    variant = RopeVariant.longrope(16, 1e4, **LONGROPE)
+    plan = RopePlan([variant, LOCAL], [0, 1])
+    long = RopePlan([RopeVariant(variant.longer.inv_freq, variant.scale), LOCAL], [0, 1])
+    short = RopePlan([RopeVariant(variant.inv_freq, variant.scale), LOCAL], [0, 1])
+    for start, seq, length, expected in (
+        (3, 2, None, short),
+        (3, 2, 17, long),
+        (14, 3, None, long),
+        (15, 1, 16, short),
+    ):
+        for one, other in zip(
+            build_rope_tables(plan, start, seq, length), build_rope_tables(expected, start, seq), strict=True
+        ):
+            assert one.tobytes() == other.tobytes()
+    assert plan.structure() == short.structure(), "frequencies are bound, wherever they come from"
+    assert (plan.regime(16), plan.regime(17), short.regime(17)) == ((0, 0), (1, 0), None)
+    assert plan != short
+    assert hash(plan) == hash(pickle.loads(pickle.dumps(plan)))
+
+
+def test_growing_base_refuses_what_has_no_meaning():
+    with pytest.raises(ConfigError, match="width of 4 or more"):
+        RopeVariant.dynamic(2, 1e4, **DYNAMIC)
+    with pytest.raises(ConfigError, match="factor must be at least 1"):
+        RopeVariant.dynamic(16, 1e4, **DYNAMIC | {"factor": 0.5})
+    with pytest.raises(ConfigError, match="must have 2 frequencies"):
+        RopeVariant([1.0, 0.5], longer=LongerList(16, (1.0,)))
+
+
 # --- From a checkpoint's parameters ----------------------------------------------------------------------------------
 
 
@@ -251,6 +353,12 @@ def test_variant_refuses_bad_frequencies_and_scales():
         ({"kind": "linear", "factor": 4}, RopeVariant.linear(16, 1e4, 4)),
         ({"kind": "banded", **BANDED}, RopeVariant.banded(16, 1e4, **BANDED)),
         ({"kind": "yarn", **YARN}, RopeVariant.yarn(16, 1e4, **YARN)),
+        ({"kind": "longrope", **LONGROPE}, RopeVariant.longrope(16, 1e4, **LONGROPE)),
+        (
+            {"kind": "longrope", **LONGROPE, "attention_factor": 1.3},
+            RopeVariant.longrope(16, 1e4, **LONGROPE, attention_factor=1.3),
+        ),
+        ({"kind": "dynamic", **DYNAMIC}, RopeVariant.dynamic(16, 1e4, **DYNAMIC)),
         (
             {"kind": "yarn", **YARN, "beta_fast": 16, "beta_slow": 2, "truncate": False},
             RopeVariant.yarn(16, 1e4, **YARN, beta_fast=16, beta_slow=2, truncate=False),
@@ -280,7 +388,8 @@ def test_from_parameters_builds_each_kind(params, expected):
 
 @pytest.mark.parametrize("kind", ["banana", None, 3, "Default", ["default"]])
 def test_from_parameters_refuses_an_unknown_kind_and_lists_the_known(kind):
-    with pytest.raises(ConfigError, match="is not implemented; known kinds: banded, default, linear, yarn") as caught:
+    known = "is not implemented; known kinds: banded, default, dynamic, linear, longrope, yarn"
+    with pytest.raises(ConfigError, match=known) as caught:
         RopeVariant.from_parameters(16, SimpleNamespace(kind=kind, theta=1e4))
     assert repr(kind) in str(caught.value)
 
@@ -292,6 +401,8 @@ def test_from_parameters_refuses_an_unknown_kind_and_lists_the_known(kind):
         ("linear", {"theta": 1e4}, "factor"),
         *(("banded", {"theta": 1e4} | {k: v for k, v in BANDED.items() if k != name}, name) for name in BANDED),
         *(("yarn", {"theta": 1e4} | {k: v for k, v in YARN.items() if k != name}, name) for name in YARN),
+        *(("longrope", {"theta": 1e4} | {k: v for k, v in LONGROPE.items() if k != name}, name) for name in LONGROPE),
+        *(("dynamic", {"theta": 1e4} | {k: v for k, v in DYNAMIC.items() if k != name}, name) for name in DYNAMIC),
     ],
 )
 def test_from_parameters_names_what_is_missing(kind, given, missing):

@@ -167,9 +167,9 @@ def test_a_plan_that_reads_no_mask_is_not_sent_one(monkeypatch, offset_path, upl
     asked = []
     compute = backbone.compute_decode_token_host
 
-    def watched(*args, mask_columns):
+    def watched(*args, mask_columns, **more):
         asked.append(mask_columns)
-        return compute(*args, mask_columns=mask_columns)
+        return compute(*args, mask_columns=mask_columns, **more)
 
     monkeypatch.setattr(backbone, "compute_decode_token_host", watched)
     model, ctx = toy(), InferenceContext(offset_path=offset_path, plan="recorded")

@@ -266,12 +266,17 @@ def _linear(x: Tensor, module: layers.Linear) -> Tensor:
     return y if module.bias is None else y + module.bias.double()
 
 
-def _rotated(x: Tensor, theta: float, width: int, interleaved: bool) -> Tensor:
-    """x ``[T, heads, K]`` in float64, position = row, written as complex multiplication."""
+def _rotated(x: Tensor, theta: float | Tensor, width: int, interleaved: bool, scale: float = 1.0) -> Tensor:
+    """x ``[T, heads, K]`` in float64, position = row, written as complex multiplication.
+
+    theta: the base, or the frequencies themselves.
+    """
     t = x.shape[0]
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    frequency = theta
+    if not isinstance(frequency, Tensor):
+        frequency = frequency ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = torch.outer(torch.arange(t, dtype=torch.float64), frequency)[:, None, :]
-    turn = torch.polar(torch.ones_like(angle), angle)
+    turn = torch.polar(torch.full_like(angle, scale), angle)
     out = x.clone()
     if interleaved:
         z = torch.complex(x[..., 0:width:2], x[..., 1:width:2]) * turn
@@ -289,28 +294,39 @@ def _visible(t: int, window: int | None) -> Tensor:
     return seen if window is None else seen & (i - j < window)
 
 
-def reference(model: ToyBackbone, ids: Sequence[int]) -> Tensor:
-    """Logits ``[T, V]`` float64 of the whole sequence, from the model's weights and the plans in force."""
+def attended(model: ToyBackbone, i: int, h: Tensor, frequencies: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """``[T, D]`` float64 after the attention of layer i, with its residual."""
+    c, layer, t = model.config, model.layers[i], h.shape[0]
+    group = c.num_attention_heads // c.num_key_value_heads
+    theta: float | Tensor = c.rope_thetas[-1] if i % 2 == 1 else c.rope_thetas[0]
+    if frequencies is not None:
+        theta = frequencies
+    windowed = c.window is not None and (c.windowed_layers is None or i in c.windowed_layers)
+    x = _norm(h, layer.input_layernorm.weight, c.rms_norm_eps)
+    q = _rotated(_linear(x, layer.q_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
+    k = _rotated(_linear(x, layer.k_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved, scale)
+    v = _linear(x, layer.v_proj).view(t, -1, c.head_dim)
+    heads = []
+    for n in range(c.num_attention_heads):
+        scores = q[:, n] @ k[:, n // group].T / math.sqrt(c.head_dim)
+        if c.softcap is not None:
+            scores = c.softcap * torch.tanh(scores / c.softcap)
+        scores = scores.masked_fill(~_visible(t, c.window if windowed else None), -math.inf)
+        heads.append(torch.softmax(scores, -1) @ v[:, n // group])
+    return h + _linear(torch.cat(heads, -1), layer.o_proj)
+
+
+def reference(model: ToyBackbone, ids: Sequence[int], frequencies: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Logits ``[T, V]`` float64 of the whole sequence, from the model's weights and config.
+
+    frequencies, scale: what every layer turns by instead of the config's base.
+    """
     c = model.config
     h = matrix(model.embed_tokens)[list(ids)]
     if c.embed_scale is not None:
         h = h * c.embed_scale
-    t, group = len(ids), c.num_attention_heads // c.num_key_value_heads
     for i, layer in enumerate(model.layers):
-        theta = c.rope_thetas[-1] if i % 2 == 1 else c.rope_thetas[0]
-        windowed = c.window is not None and (c.windowed_layers is None or i in c.windowed_layers)
-        x = _norm(h, layer.input_layernorm.weight, c.rms_norm_eps)
-        q = _rotated(_linear(x, layer.q_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved)
-        k = _rotated(_linear(x, layer.k_proj).view(t, -1, c.head_dim), theta, c.rotary_dim, c.interleaved)
-        v = _linear(x, layer.v_proj).view(t, -1, c.head_dim)
-        heads = []
-        for n in range(c.num_attention_heads):
-            scores = q[:, n] @ k[:, n // group].T / math.sqrt(c.head_dim)
-            if c.softcap is not None:
-                scores = c.softcap * torch.tanh(scores / c.softcap)
-            scores = scores.masked_fill(~_visible(t, c.window if windowed else None), -math.inf)
-            heads.append(torch.softmax(scores, -1) @ v[:, n // group])
-        h = h + _linear(torch.cat(heads, -1), layer.o_proj)
+        h = attended(model, i, h, frequencies, scale)
         x = _norm(h, layer.post_attention_layernorm.weight, c.rms_norm_eps)
         gate, up = _linear(x, layer.gate_proj), _linear(x, layer.up_proj)
         h = h + _linear(gate * torch.sigmoid(gate) * up, layer.down_proj)

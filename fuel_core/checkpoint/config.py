@@ -12,7 +12,9 @@ from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias, TypeVar
 
+from fuel_core.checkpoint.base import listed, shown
 from fuel_core.checkpoint.published import known_rope_types, rope_behaviour
+from fuel_core.checkpoint.quantised import declared_method
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError
 
 __all__ = ["MOST_LAYERS", "REQUIRED", "ConfigReader", "DecoderConfig", "RawConfig", "RopeParameters", "canonical_dtype"]
@@ -34,6 +36,8 @@ REQUIRED: Final = _Required()
 
 MOST_LAYERS: Final = 10_000
 """Many times the depth of the deepest model; a module of this many layers is still built in seconds."""
+_MOST_WIDTH: Final = 1 << 24
+"""Above every width and vocabulary that is published; the square of it is still a size that torch can name."""
 
 _DTYPES: Final = {
     "float32": "float32",
@@ -48,7 +52,7 @@ _DTYPES: Final = {
     "fp16": "float16",
 }
 _NESTED: Final = "text_config"
-_QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config")
+_QUANTIZATION_KEYS: Final = ("quantization_config", "compression_config", "quantization")
 # Keys of the outer config that say nothing about the decoder, though a decoder key may have the same name.
 _OUTER_ONLY: Final = frozenset({"model_type", "architectures"})
 
@@ -158,12 +162,12 @@ class RawConfig(Mapping[str, Any]):
     @property
     def quantization(self) -> str | None:
         """Method named by a `quantization_config`, "unnamed" if it names none, None without one."""
-        for key in _QUANTIZATION_KEYS:
-            block = self._values.get(key)
-            if block is not None:
-                method = block.get("quant_method", block.get("fmt")) if isinstance(block, Mapping) else None
-                return str(method) if method else "unnamed"
-        return None
+        key = self._quantization_key
+        return None if key is None else declared_method(self._values[key])
+
+    @property
+    def _quantization_key(self) -> str | None:
+        return next((k for k in _QUANTIZATION_KEYS if self._values.get(k) is not None), None)
 
     def reject_quantized(self) -> None:
         """Raise UnsupportedCheckpointError, naming the method, if the weights are declared quantised.
@@ -173,8 +177,8 @@ class RawConfig(Mapping[str, Any]):
         method = self.quantization
         if method is not None:
             raise UnsupportedCheckpointError(
-                f"this checkpoint is quantised with {method!r} ({self.source(_QUANTIZATION_KEYS[0])}): expected plain "
-                "float32, bfloat16 or float16 tensors; use the unquantised checkpoint or a GGUF file of it"
+                f"this checkpoint is quantised with {shown(method)} ({self.source(self._quantization_key or '')}): "
+                "expected plain float32, bfloat16 or float16 tensors; use the unquantised checkpoint or a GGUF of it"
             )
 
 
@@ -404,6 +408,11 @@ class ConfigReader:
     def dtype(self) -> _Str:
         """Declared dtype, canonical; both spellings, either level. "float32" where nothing declares one."""
         key = self.raw.dtype_key
+        other = "torch_dtype"
+        if key == "dtype" and self._present(other) and self.raw.format != "gguf":
+            mine, its = canonical_dtype(self.raw[key]), canonical_dtype(self.raw[other])
+            if mine != its:
+                raise self._contradiction(key, self.raw[key], other, self.raw[other])
         if key is None:
             self.note("dtype", "default: nothing declares one")
             return "float32"
@@ -437,7 +446,8 @@ class ConfigReader:
         """The rotary embedding, whichever way the checkpoint spells it.
 
         Spellings: `rope_theta` beside `rope_scaling` (type key `type` or `rope_type`), or everything inside
-        `rope_parameters`, which may nest one block per layer type.
+        `rope_parameters`, which may nest one block per layer type. A file that was migrated by half is merged: a number
+        is the block's, else the one beside it, else the family's default. Where both are there they must agree.
 
         - `layer_type`: which block to take when they are nested ("full_attention", ...). In the flat spelling the
           family says with `theta_key` where this layer type's base is, and with `scaled=False` that the scaling block
@@ -450,14 +460,12 @@ class ConfigReader:
         missing or impossible number.
         """
         block, place = self._rope_block(layer_type, theta_key, scaled)
-        word = block.get("rope_type", block.get("type"))
-        if word is None:
-            word = "default"
+        word = self._rope_word(block, place)
         kind = rope_behaviour(word) if isinstance(word, str) else None
         if kind is None:
             raise ConfigError(
-                f"{place}: unknown RoPE type {word!r}: expected one of {', '.join(known_rope_types())}{self._for()}; "
-                "a newer release may know it"
+                f"{place}: unknown RoPE type {shown(word)}: expected one of {', '.join(known_rope_types())}"
+                f"{self._for()}; a newer release may know it"
             )
         allowed = tuple(kinds)
         if allowed and kind not in allowed:
@@ -466,11 +474,11 @@ class ConfigReader:
                 f"{', '.join(allowed)}; use a checkpoint without this scaling"
             )
         wanted = frozenset(allow)
-        unknown = sorted(k for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)
+        unknown = sorted(str(k) for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)
         if unknown:
             raise ConfigError(
-                f"{place}: unknown RoPE key {', '.join(map(repr, unknown))}{self._for()}: expected only keys whose "
-                f"effect is known ({', '.join(sorted(_ROPE_KNOWN))}); a newer release may know it"
+                f"{place}: unknown RoPE key {', '.join(map(shown, unknown[:5]))}{self._for()}: expected only keys "
+                f"whose effect is known ({', '.join(sorted(_ROPE_KNOWN))}); a newer release may know it"
             )
 
         theta, theta_place = self._rope_theta(block, place, theta_key)
@@ -498,8 +506,8 @@ class ConfigReader:
         missing = [k for k in _ROPE_NEEDS[kind] if k not in present]
         if missing and not explicit:
             raise ConfigError(
-                f"{place}: RoPE type {word!r} needs {', '.join(missing)}, found {', '.join(sorted(block)) or 'nothing'}"
-                f"{self._for()}; complete the config"
+                f"{place}: RoPE type {word!r} needs {', '.join(missing)}, found "
+                f"{listed(sorted(block), 12) or 'nothing'}{self._for()}; complete the config"
             )
         if kind == "banded" and not explicit and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
             raise ConfigError(
@@ -518,6 +526,7 @@ class ConfigReader:
             **numbers,
             **lists,
         )
+        self._check_rope_width(rope, place)
         self._check_rope_lists(rope, place)
         self.note(into, theta_place if theta_place == place else f"{theta_place}; {place}")
         return rope
@@ -532,13 +541,13 @@ class ConfigReader:
         self.reject_quantized()
         return {
             "model_type": self.model_type(),
-            "vocab_size": self.int("vocab_size"),
-            "hidden_size": self.int("hidden_size"),
-            "intermediate_size": self.int("intermediate_size"),
+            "vocab_size": self._width("vocab_size"),
+            "hidden_size": self._width("hidden_size"),
+            "intermediate_size": self._width("intermediate_size"),
             "num_hidden_layers": self._layers(),
-            "num_attention_heads": self.int("num_attention_heads"),
+            "num_attention_heads": self._width("num_attention_heads"),
             "num_key_value_heads": self._key_value_heads(),
-            "head_dim": self.head_dim(),
+            "head_dim": self._head_width(),
             "max_position_embeddings": self.int("max_position_embeddings"),
             "tie_word_embeddings": self.bool("tie_word_embeddings", False),
             "dtype": self.dtype(),
@@ -593,11 +602,16 @@ class ConfigReader:
         return self.defaults.get(key)
 
     def _wrong(self, key: _Str, expected: _Str, value: Any) -> ConfigError:
-        shown = repr(value)
-        if len(shown) > 60:
-            shown = f"{shown[:57]}..."
         place = "" if ": " in key else f"{self._place(key)}: "
-        return ConfigError(f"{place}expected {key!r} to be {expected}, found {shown}{self._for()}; correct the config")
+        return ConfigError(
+            f"{place}expected {key!r} to be {expected}, found {shown(value)}{self._for()}; correct the config"
+        )
+
+    def _contradiction(self, key: _Str, value: Any, other: _Str, its: Any) -> ConfigError:
+        return ConfigError(
+            f"{self._place(key.split('.')[0])}: expected {key} and {other} to agree, found {shown(value)} and "
+            f"{shown(its)}{self._for()}; remove the one that is not meant"
+        )
 
     def _integer(self, key: _Str, value: Any, minimum: _Int | None) -> _Int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -607,6 +621,21 @@ class ConfigReader:
         if value >= 1 << 62:
             raise self._wrong(key, "an integer below 2^62", value)
         return value
+
+    def _width(self, key: _Str) -> _Int:
+        width = self.int(key)
+        if width > _MOST_WIDTH:
+            raise self._wrong(key, f"an integer of at most {_MOST_WIDTH}", width)
+        return width
+
+    def _head_width(self) -> _Int:
+        width, heads = self.head_dim(), self.int("num_attention_heads")
+        if width * heads > _MOST_WIDTH:
+            raise ConfigError(
+                f"{self._place('head_dim')}: expected num_attention_heads times head_dim to be at most {_MOST_WIDTH}, "
+                f"found {heads} times {width}{self._for()}; correct the config"
+            )
+        return width
 
     def _layers(self) -> _Int:
         # Bounded here, because families make lists of this length before anything is compared with the weights.
@@ -641,6 +670,20 @@ class ConfigReader:
             )
         return groups
 
+    def _rope_word(self, block: Mapping[_Str, Any], place: _Str) -> Any:
+        """The block's type under either key. Writers of the change between them store both, which must then agree."""
+        new, old = block.get("rope_type"), block.get("type")
+        if new is None or old is None:
+            word = old if new is None else new
+            return "default" if word is None else word
+        behaviours = [rope_behaviour(word) if isinstance(word, str) else None for word in (new, old)]
+        if new != old and (behaviours[0] != behaviours[1] or None in behaviours):
+            raise ConfigError(
+                f"{place}: expected rope_type and type to agree, found {shown(new)} and {shown(old)}{self._for()}; "
+                "remove the one that is not meant"
+            )
+        return new
+
     def _rope_block(self, layer_type: _Str | None, theta_key: _Str, scaled: _Bool) -> tuple[Mapping[_Str, Any], _Str]:
         blocks: dict[_Str, Mapping[_Str, Any]] = {}
         for key in ("rope_scaling", "rope_parameters"):
@@ -661,7 +704,9 @@ class ConfigReader:
                     f"{place}: expected one of rope_scaling and rope_parameters, found both, one of them per layer type"
                     f"{self._for()}; remove the one that is not meant"
                 )
-            # An older key added to a newer file is an edit by hand: its scaling counts, the base stays what it was.
+            # An older key added to a newer file is an edit by hand: its scaling counts, and what it leaves out is as
+            # the newer key has it. Two scalings are not an edit but a contradiction.
+            self._check_rope_blocks_agree(block, newer)
             block = {**{k: newer[k] for k in ("rope_theta", "partial_rotary_factor") if k in newer}, **block}
         if nested:
             if layer_type is None and len({repr(sorted(v.items())) for v in nested.values()}) == 1:
@@ -678,8 +723,30 @@ class ConfigReader:
             return {k: block[k] for k in own if k in block}, place
         return block, place
 
+    def _check_rope_blocks_agree(self, older: Mapping[_Str, Any], newer: Mapping[_Str, Any]) -> None:
+        words = [self._rope_word(block, key) for key, block in (("rope_scaling", older), ("rope_parameters", newer))]
+        kinds = [rope_behaviour(word) if isinstance(word, str) else None for word in words]
+        shared = [
+            k for k in older if older[k] is not None and newer.get(k) is not None and k not in ("type", "rope_type")
+        ]
+        if kinds[1] == "default":
+            shared = [k for k in shared if k in ("rope_theta", "partial_rotary_factor")]
+        elif kinds[0] != kinds[1]:
+            raise self._contradiction("rope_scaling.rope_type", words[0], "rope_parameters.rope_type", words[1])
+        for key in shared:
+            if older[key] != newer[key]:
+                raise self._contradiction(f"rope_scaling.{key}", older[key], f"rope_parameters.{key}", newer[key])
+
+    def _rope_flat(self, block: Mapping[_Str, Any], key: _Str, flat: _Str) -> None:
+        """Refuse a number that stands in the block and beside it with two values: half of a file was edited."""
+        if not self._present(flat) or block.get(key) is None or block is not self.raw.get("rope_parameters"):
+            return
+        if self.raw[flat] != block[key]:
+            raise self._contradiction(f"rope_parameters.{key}", block[key], flat, self.raw[flat])
+
     def _rope_theta(self, block: Mapping[_Str, Any], place: _Str, key: _Str) -> tuple[_Float, _Str]:
         if block.get("rope_theta") is not None:
+            self._rope_flat(block, "rope_theta", key)
             return self._number(f"{place}: rope_theta", block["rope_theta"], 0.0), place
         if not self._present(key) and self.defaults.get(key) is None:
             raise ConfigError(
@@ -687,7 +754,7 @@ class ConfigReader:
                 "nothing; add it: a guessed base gives fluent nonsense on long text"
             )
         source = self.raw.source(key) if self._present(key) else "family default"
-        value = self.raw[key] if self._present(key) else self.defaults[key]
+        value: Any = self.raw[key] if self._present(key) else self.defaults[key]
         return self._number(key, value, 0.0), source
 
     def _rope_original(self, block: Mapping[_Str, Any], kind: _Str) -> _Int | None:
@@ -695,6 +762,7 @@ class ConfigReader:
         if kind in ("default", "linear"):
             return None
         if block.get(key) is not None:
+            self._rope_flat(block, key, key)
             return self._integer(f"rope {key}", block[key], 1)
         if self._present(key):
             return self._integer(key, self.raw[key], 1)
@@ -706,12 +774,26 @@ class ConfigReader:
     def _rope_share(self, block: Mapping[_Str, Any]) -> _Float:
         key = "partial_rotary_factor"
         value = block.get(key)
+        self._rope_flat(block, key, key)
         if value is None:
             value = self.raw.get(key) if self._present(key) else self.defaults.get(key, 1.0)
         share = self._number(key, value, 0.0)
         if share > 1.0:
             raise self._wrong(key, "at most 1", value)
         return share
+
+    def _check_rope_width(self, rope: RopeParameters, place: _Str) -> None:
+        # Without a head width there is nothing to compare with, and `common` reports that.
+        explicit = self._present("head_dim") or self.defaults.get("head_dim") is not None
+        if not explicit and not (self._present("hidden_size") and self._present("num_attention_heads")):
+            return
+        width = rope.rotary_width(self.head_dim())
+        if width < 2 or width % 2:
+            raise ConfigError(
+                f"{place}: expected an even number of rotated dimensions, at least 2, found {width} (head_dim "
+                f"{self.head_dim()} times partial_rotary_factor {rope.partial_rotary_factor:g}){self._for()}; correct "
+                "the config"
+            )
 
     def _check_rope_lists(self, rope: RopeParameters, place: _Str) -> None:
         if not (rope.short_factor or rope.long_factor or rope.frequency_divisors):

@@ -6,14 +6,15 @@ the numbers can say.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuel_core.checkpoint.gguf_blocks import AFFINE4_TYPES
-from fuel_core.layers.linear import Embedding, Linear
+from fuel_core.layers.linear import FormattedWeight
+from fuel_core.layers.moe import ExpertLinear
 from fuel_core.layers.packed_formats import PACKED_PARAMETERS, shape_of
-from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of, relative_error
+from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of, relative_error, squares
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +69,7 @@ class Packed(NamedTuple):
 
 def choose(word: str, info: TensorInfo) -> Choice:
     """The format of one matrix of a Linear or Embedding. `word` is "auto" or a format; "auto" is for GGUF tensors."""
-    n, k = info.shape
+    n, k = info.shape[-2:]
     if word == "auto":
         plain = next((name for name, dtype in DENSE_DTYPES.items() if dtype == info.dtype_name), None)
         if plain is not None:
@@ -81,30 +82,56 @@ def choose(word: str, info: TensorInfo) -> Choice:
     return Choice(word) if reason is None else Choice("int8", False, word, reason)
 
 
-def pack(choice: Choice, source: Rows) -> Packed:
-    """Store a matrix as chosen. Raises WeightsError for numbers that are not finite and cannot be quantised."""
+def pack(choice: Choice, source: Rows | Sequence[Rows]) -> Packed:
+    """Store a matrix, or a stack of them, as chosen.
+
+    Raises WeightsError for numbers that are not finite and cannot be quantised.
+    """
     chosen = FORMATS[choice.format]
-    tensors = chosen.pack(source)
+    tensors = _packed(chosen, source)
     if not choice.measured:
         return Packed(chosen, tensors, None)
-    error = relative_error(chosen, tensors, source)
+    error = _error(chosen, tensors, source)
     if error <= MOST_INT8_ERROR:
         return Packed(chosen, tensors, error)
-    return Packed(FORMATS["bf16"], FORMATS["bf16"].pack(source), error)
+    return Packed(FORMATS["bf16"], _packed(FORMATS["bf16"], source), error)
 
 
-def error_of(choice: Choice, source: Rows) -> tuple[str, float]:
-    """The format that a matrix ends in, and its relative error there against the source's own values."""
+def _packed(chosen: WeightFormat, source: Rows | Sequence[Rows]) -> dict[str, torch.Tensor]:
+    if not isinstance(source, Sequence):
+        return chosen.pack(source)
+    stack: dict[str, torch.Tensor] = {}
+    for number, matrix in enumerate(source):
+        for name, tensor in chosen.pack(matrix).items():
+            if number == 0:
+                stack[name] = tensor.new_empty((len(source), *tensor.shape))
+            stack[name][number] = tensor
+    return stack
+
+
+def _error(chosen: WeightFormat, tensors: Mapping[str, torch.Tensor], source: Rows | Sequence[Rows]) -> float:
+    if not isinstance(source, Sequence):
+        return relative_error(chosen, dict(tensors), source)
+    sums = [
+        squares(chosen, {name: tensor[number] for name, tensor in tensors.items()}, matrix)
+        for number, matrix in enumerate(source)
+    ]
+    total = sum(right for _, right in sums)
+    return float((sum(left for left, _ in sums) / total) ** 0.5) if total else 0.0
+
+
+def error_of(choice: Choice, source: Rows | Sequence[Rows]) -> tuple[str, float]:
+    """The format that a matrix or stack ends in, and its relative error there against the source's own values."""
     packed = pack(choice, source)
     if packed.error is not None and packed.format.name == "int8":
         return "int8", packed.error
-    return packed.format.name, relative_error(packed.format, packed.tensors, source)
+    return packed.format.name, _error(packed.format, packed.tensors, source)
 
 
-def weight_modules(backbone: nn.Module) -> Iterator[tuple[str, Linear | Embedding]]:
+def weight_modules(backbone: nn.Module) -> Iterator[tuple[str, FormattedWeight]]:
     """(parameter name, module) of every weight that a format can hold."""
     for name, module in backbone.named_modules(remove_duplicate=False):
-        if isinstance(module, Linear | Embedding):
+        if isinstance(module, FormattedWeight):
             yield (f"{name}.weight" if name else "weight"), module
 
 
@@ -121,7 +148,10 @@ def slots_of(backbone: nn.Module) -> dict[str, torch.Tensor]:
     slots: dict[str, torch.Tensor] = {}
     for name, parameter in backbone.named_parameters(remove_duplicate=False):
         if name in packed:
-            shape = shape_of(packed[name])
+            module = packed[name]
+            shape: tuple[int, ...] = shape_of(module)
+            if isinstance(module, ExpertLinear):
+                shape = (module.n_experts, *shape)
             slots[name] = stand_in.setdefault(id(parameter), torch.empty(shape, device="meta"))
         elif name not in hidden:
             slots[name] = parameter

@@ -7,6 +7,7 @@ minima are 6-bit multiples of one pair of half-precision numbers. In the first t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,7 +39,8 @@ class BlockRows:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.entry.shape[0], self.entry.shape[1]
+        k = self.entry.shape[-1]
+        return math.prod(self.entry.shape) // k, k  # a stack of matrices reads as one
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """float32 ``[last - first, K]``."""

@@ -1,4 +1,4 @@
-"""Reads one GGUF file: its metadata under config.json names, its tensors under Hugging Face names.
+"""Reads a GGUF file, or the files of a split one: metadata under config.json names, tensors under Hugging Face names.
 
 The header goes through `gguf_header` (our own bounds on every claim of the file); of the gguf package only constants,
 name tables and block dequantisation are used. Which family serves an architecture is not known here.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import mmap
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -21,6 +23,7 @@ from fuel_core.checkpoint.gguf_header import GgufHeader, GgufTensor, parse_heade
 from fuel_core.checkpoint.tokenizer_source import GgufVocabulary, TokenizerSource
 from fuel_core.errors import (
     CheckpointCorruptError,
+    CheckpointNotFoundError,
     ConfigError,
     TokenizerError,
     UnsupportedCheckpointError,
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
     from fuel_core.layers.packed_formats import Rows
 
-__all__ = ["GgufCheckpoint", "checkpoint_names"]
+__all__ = ["GgufCheckpoint", "checkpoint_names", "shard_paths"]
 
 # Stored types that torch has as they are; the others that can be read are dequantised to float32.
 _PLAIN: Final = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -58,21 +61,53 @@ _ID_KEYS: Final = {
 _STOP_ROLES: Final = ("eos", "eot", "eom")
 
 
+_SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf")
+_MOST_SHARDS: Final = 10_000
+
+
+class _File:
+    """One mapped GGUF file with its checked header."""
+
+    def __init__(self, path: Path, alignment_of_set: int | None = None) -> None:
+        self.path = path
+        refuse_lfs_pointer(path)
+        with path.open("rb") as f:
+            if os.fstat(f.fileno()).st_size == 0:
+                raise CheckpointCorruptError(f"{path}: expected a GGUF file, found an empty one; download it again")
+            # Copy on write: torch wants writable memory, and no write may reach the file.
+            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
+        self.header = parse_header(self._map, str(path), alignment_of_set=alignment_of_set)
+
+    def data(self) -> mmap.mmap:
+        """The mapping. Raises CheckpointCorruptError for a file cut since: reading what is gone kills the process."""
+        size = self._map.size()
+        if size < len(self._map):
+            raise CheckpointCorruptError(
+                f"{self.path}: expected the {len(self._map)} bytes that were there when it was opened, found {size}; "
+                "it was cut meanwhile: open the checkpoint again"
+            )
+        return self._map
+
+
 class GgufCheckpoint(Checkpoint):
-    """One GGUF file, memory-mapped."""
+    """One GGUF file, or all files of a split one, memory-mapped.
+
+    `path` is the file that was named; of a split model, its first. `header` has the metadata of that file and the
+    tensors of all.
+    """
 
     format = "gguf"
 
     def __init__(self, path: Path) -> None:
-        """Map the file and check its header. See `open_checkpoint` for the errors."""
-        self.path = path
-        refuse_lfs_pointer(path)
-        with path.open("rb") as f:
-            if path.stat().st_size == 0:
-                raise CheckpointCorruptError(f"{path}: expected a GGUF file, found an empty one; download it again")
-            # Copy on write: torch wants writable memory, and no write may reach the file.
-            self._map = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY)
-        self.header = parse_header(self._map, str(path))
+        """Map the files and check their headers. See `open_checkpoint` for the errors."""
+        files = _files_of(path)
+        self.path = path = files[0].path
+        self._file_of = {name: file for file in files for name in file.header.tensors}
+        self.files = tuple(file.path for file in files)
+        self.header = files[0].header
+        if len(files) > 1:
+            union = {name: file.header.tensors[name] for name, file in self._file_of.items()}
+            self.header = replace(self.header, tensors=union)
         architecture = self.header.metadata.get("general.architecture")
         if not isinstance(architecture, str) or not architecture:
             raise CheckpointCorruptError(
@@ -128,12 +163,12 @@ class GgufCheckpoint(Checkpoint):
 
         permuted = self._permuted(stored)
         if permuted is None:
-            return BlockRows(self._map, entry)
+            return BlockRows(self._data(stored), entry)
         # Whole rows were moved, so they go back as they are stored.
         heads, layer = permuted
         place = f"{self.path}: tensor {stored!r}"
         return BlockRows(
-            self._map, entry, _unpermute(torch.arange(entry.shape[0]), self._head_count(heads, layer), place)
+            self._data(stored), entry, _unpermute(torch.arange(entry.shape[0]), self._head_count(heads, layer), place)
         )
 
     def release(self, name: str) -> None:
@@ -142,7 +177,7 @@ class GgufCheckpoint(Checkpoint):
         first = -(-entry.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (entry.offset + entry.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
         if length > 0 and entry.type_name in _QUANTIZED and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, length)
+            self._file_of[entry.name].data().madvise(mmap.MADV_DONTNEED, first, length)
 
     def is_mapped(self, name: str) -> bool:
         stored = self._names[name]
@@ -162,20 +197,25 @@ class GgufCheckpoint(Checkpoint):
 
     # -- internals ----------------------------------------------------------------------------------------------
 
+    def _data(self, stored: str) -> mmap.mmap:
+        return self._file_of[stored].data()
+
     def _read(self, entry: GgufTensor) -> torch.Tensor:
         import torch
 
         plain = _PLAIN.get(entry.type_name)
         if plain is not None:
             dtype: torch.dtype = getattr(torch, plain)
-            flat = torch.frombuffer(self._map, dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.offset)
+            flat = torch.frombuffer(
+                self._data(entry.name), dtype=dtype, count=entry.nbytes // dtype.itemsize, offset=entry.offset
+            )
             return flat.view(entry.shape)
         if entry.type_name not in _QUANTIZED:
             raise UnsupportedCheckpointError(
                 f"{self.path}: tensor {entry.name!r} is stored as {entry.type_name}: expected one of "
                 f"{', '.join(sorted((*_PLAIN, *_QUANTIZED)))}; convert or download the model in one of them"
             )
-        return _dequantize(self._map, entry)
+        return _dequantize(self._data(entry.name), entry)
 
     def _permuted(self, stored: str) -> tuple[str, int] | None:
         """Config key of the head count and layer number of a tensor whose rows the converter reordered."""
@@ -197,7 +237,7 @@ class GgufCheckpoint(Checkpoint):
                 f"{self.path}: expected {stored!r} to be a short float32 vector, found {entry.type_name} "
                 f"{list(entry.shape)}; convert the model again"
             )
-        values = np.frombuffer(self._map, np.dtype("<f4"), entry.shape[0], entry.offset)
+        values = np.frombuffer(self._data(stored), np.dtype("<f4"), entry.shape[0], entry.offset)
         return tuple(float(v) for v in values)
 
     def _head_count(self, key: str, layer: int) -> int:
@@ -229,6 +269,77 @@ class GgufCheckpoint(Checkpoint):
                         "convert the model again"
                     )
         return special
+
+
+def _files_of(path: Path) -> list[_File]:
+    """The file, or every file of the split model it belongs to, in order; the first holds the metadata.
+
+    Raises CheckpointNotFoundError listing the files that are not there, CheckpointCorruptError where names, the split
+    keys and the tensors of the files contradict one another.
+    """
+    named = _SHARD.fullmatch(path.name)
+    if named is not None and int(named["total"]) > 1:
+        siblings = shard_paths(path)
+        missing = [p.name for p in siblings if not p.is_file()]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise CheckpointNotFoundError(
+                f"{path.parent}: expected all {len(siblings)} files of this split model, found {len(missing)} missing: "
+                f"{shown}; incomplete download? Download them into the same folder"
+            )
+    else:
+        siblings = [path]
+    first = _File(siblings[0])
+    alignment = first.header.metadata.get("general.alignment")
+    files = [first, *(_File(p, alignment) for p in siblings[1:])]
+    owner: dict[str, Path] = {}
+    for number, file in enumerate(files):
+        meta = file.header.metadata
+        count, place = meta.get("split.count"), meta.get("split.no")
+        if len(files) == 1 and (count is None or (count in (0, 1) and place in (None, 0))):
+            return files
+        if len(files) == 1:
+            raise CheckpointNotFoundError(
+                f"{file.path}: expected the name of a split file, NAME-00001-of-{_five(count)}.gguf, because the file "
+                f"is part {place!r} (from 0) of {count!r}, found another one; give all parts their names back"
+            )
+        if isinstance(count, bool) or count != len(files) or isinstance(place, bool) or place != number:
+            raise CheckpointCorruptError(
+                f"{file.path}: expected part {number} (from 0) of {len(files)} as its name says, found split.no "
+                f"{place!r} of split.count {count!r}; download it again, under its own name"
+            )
+        for name in file.header.tensors:
+            if name in owner:
+                raise CheckpointCorruptError(
+                    f"{file.path}: expected every tensor once, found {name!r} in {owner[name].name} as well; "
+                    "download the parts of one and the same model"
+                )
+            owner[name] = file.path
+    promised = first.header.metadata.get("split.tensors.count")
+    if promised is not None and promised != len(owner):
+        raise CheckpointCorruptError(
+            f"{first.path}: expected the {promised!r} tensors of split.tensors.count in the {len(files)} files, found "
+            f"{len(owner)}; download the parts of one and the same model"
+        )
+    return files
+
+
+def shard_paths(path: Path) -> list[Path]:
+    """All files of the set that a split file's name belongs to, present or not; [path] for another name."""
+    named = _SHARD.fullmatch(path.name)
+    if named is None:
+        return [path]
+    total, number = int(named["total"]), int(named["number"])
+    if not 1 <= number <= total <= _MOST_SHARDS:
+        raise CheckpointCorruptError(
+            f"{path}: expected a part from 1 to its total, of at most {_MOST_SHARDS} in all, found {path.name!r}; "
+            "give the file its own name back"
+        )
+    return [path.with_name(f"{named['stem']}-{i:05d}-of-{total:05d}.gguf") for i in range(1, total + 1)]
+
+
+def _five(count: object) -> str:
+    return f"{count:05d}" if isinstance(count, int) else "?"
 
 
 def checkpoint_names(architecture: str, tensors: Mapping[str, object], overrides: Mapping[str, Any]) -> dict[str, str]:

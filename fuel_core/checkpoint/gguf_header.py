@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final, Protocol
 
 from fuel_core.errors import CheckpointCorruptError, UnsupportedCheckpointError
@@ -22,7 +23,12 @@ _DEFAULT_ALIGNMENT: Final = 32
 _MAX_ALIGNMENT: Final = 1 << 20
 _MAX_DIMS: Final = 4
 _MAX_NAME: Final = 1 << 16
-_MAX_ITEMS: Final = 1 << 23
+# What a file may ask to be turned into Python objects, over all its keys: several times what any published file has,
+# and read within a second. The limits on claims are the bytes themselves; these are for files as long as they claim.
+_MAX_PAIRS: Final = 1 << 16
+_MAX_TENSORS: Final = 1 << 16
+_MAX_ITEMS: Final = 1 << 22
+_MAX_STRINGS: Final = 1 << 21
 _MAX_DEPTH: Final = 2
 
 _BOOL: Final = 7
@@ -87,6 +93,8 @@ class _Cursor:
         self.end = len(data)
         self.at = 0
         self.origin = origin
+        self.items_left = _MAX_ITEMS
+        self.strings_left = _MAX_STRINGS
 
     def corrupt(self, expected: str, found: object) -> CheckpointCorruptError:
         return CheckpointCorruptError(
@@ -122,11 +130,14 @@ class _Cursor:
             raise self.corrupt(f"{what} in UTF-8", f"{raw[:20]!r}") from None
 
 
-def parse_header(data: Buffer, origin: str) -> GgufHeader:
+def parse_header(data: Buffer, origin: str, *, alignment_of_set: int | None = None) -> GgufHeader:
     """Parse and check one GGUF header. `origin` names the file in messages.
 
-    Raises CheckpointCorruptError for every claim the bytes do not support, UnsupportedCheckpointError for a version,
-    byte order or split layout that is valid but not read here.
+    `alignment_of_set`: what the first file of a split model declares, for a file that declares nothing itself. Some
+    writers use it throughout and others only where it is declared; the size of the file says which.
+
+    Raises CheckpointCorruptError for every claim the bytes do not support, UnsupportedCheckpointError for a version or
+    byte order that is valid but not read here.
     """
     cursor = _Cursor(data, origin)
     cursor.need(24, "a GGUF header")
@@ -145,6 +156,9 @@ def parse_header(data: Buffer, origin: str) -> GgufHeader:
     pair_count = cursor.unpack("Q", "the key count")
     _check_count(cursor, tensor_count, _MIN_TENSOR, "tensors")
     _check_count(cursor, pair_count, _MIN_PAIR, "keys")
+    for count, most, what in ((tensor_count, _MAX_TENSORS, "tensors"), (pair_count, _MAX_PAIRS, "keys")):
+        if count > most:
+            raise cursor.corrupt(f"at most {most} {what}", f"{count}")
 
     metadata: dict[str, Any] = {}
     array_types: dict[str, int] = {}
@@ -168,21 +182,40 @@ def parse_header(data: Buffer, origin: str) -> GgufHeader:
         or alignment & (alignment - 1)
     ):
         raise cursor.corrupt(f"general.alignment to be a power of two from 8 to {_MAX_ALIGNMENT}", repr(alignment))
-    splits = metadata.get("split.count", 0)
-    if isinstance(splits, int) and splits > 1:
-        raise UnsupportedCheckpointError(
-            f"{origin}: expected the whole model in one file, found part of {splits}; join the parts with "
-            "`gguf-split --merge` first"
-        )
-    entries = [_tensor_entry(cursor) for _ in range(tensor_count)]
-    start = -(-cursor.at // alignment) * alignment
-    tensors: dict[str, GgufTensor] = {}
-    for name, shape, type_id, offset in entries:
-        if name in tensors:
-            raise cursor.corrupt("every tensor once", f"{name!r} twice")
-        tensors[name] = _place_tensor(cursor, name, shape, type_id, offset, start, alignment)
+    entries: dict[str, _Entry] = {}
+    for _ in range(tensor_count):
+        entry = _tensor_entry(cursor)
+        if entry.name in entries:
+            raise cursor.corrupt("every tensor once", f"{entry.name!r} twice")
+        entries[entry.name] = entry
+    if alignment_of_set is not None and "general.alignment" not in metadata:
+        alignment = _alignment_by_size(cursor, entries, alignment_of_set)
+    start = _aligned(cursor.at, alignment)
+    tensors = {name: _place_tensor(cursor, entry, start, alignment) for name, entry in entries.items()}
     _check_overlap(cursor, tensors)
     return GgufHeader(version, metadata, tensors, alignment, array_types)
+
+
+def _aligned(at: int, alignment: int) -> int:
+    return -(-at // alignment) * alignment
+
+
+def _alignment_by_size(cursor: _Cursor, entries: Mapping[str, _Entry], of_set: int) -> int:
+    """The format's default or that of the set, whichever makes the tensors end where the file ends."""
+    if _aligned(cursor.at, of_set) == _aligned(cursor.at, _DEFAULT_ALIGNMENT) or not entries:
+        return _DEFAULT_ALIGNMENT
+    extent = max(entry.offset + entry.nbytes for entry in entries.values())
+    fits = [
+        alignment
+        for alignment in (_DEFAULT_ALIGNMENT, of_set)
+        # The last tensor may be padded or not.
+        if cursor.end in ((end := _aligned(cursor.at, alignment) + extent), _aligned(end, alignment))
+    ]
+    if len(fits) != 1:
+        raise cursor.corrupt(
+            f"general.alignment in this file, or a size that tells {_DEFAULT_ALIGNMENT} from {of_set}", "neither"
+        )
+    return fits[0]
 
 
 def _check_count(cursor: _Cursor, count: int, least: int, what: str) -> None:
@@ -220,8 +253,14 @@ def _array(cursor: _Cursor, key: str, depth: int) -> tuple[int, list[Any]]:
     else:
         raise cursor.corrupt(f"a known item type for {key!r}", f"type {kind}")
     _check_count(cursor, count, least, f"items of {key!r}")
-    if count > _MAX_ITEMS:
-        raise cursor.corrupt(f"at most {_MAX_ITEMS} items in {key!r}", f"{count}")
+    simple = kind in _SCALARS
+    most = cursor.items_left if simple else cursor.strings_left
+    if count > most:
+        raise cursor.corrupt(f"at most {most} more items in {key!r}", f"{count}")
+    if simple:
+        cursor.items_left -= count
+    else:
+        cursor.strings_left -= count
     if kind == _ARRAY:
         return kind, [_array(cursor, key, depth + 1)[1] for _ in range(count)]
     if kind == _STRING:
@@ -254,43 +293,58 @@ def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
     return items
 
 
-def _tensor_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+@dataclass(frozen=True)
+class _Entry:
+    """A row of the tensor table, with the size that its shape and type come to."""
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    type_name: str
+    offset: int
+    """From the start of the tensor data."""
+    nbytes: int
+
+
+def _tensor_entry(cursor: _Cursor) -> _Entry:
     name = cursor.text("a tensor name", _MAX_NAME)
     dims = cursor.unpack("I", f"the dimension count of {name!r}")
     if not 1 <= dims <= _MAX_DIMS:
         raise cursor.corrupt(f"1 to {_MAX_DIMS} dimensions for tensor {name!r}", dims)
-    stored = [cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(dims)]
+    shape = tuple(reversed([cursor.unpack("Q", f"a dimension of {name!r}") for _ in range(dims)]))
     type_id = cursor.unpack("I", f"the type of {name!r}")
     offset = cursor.unpack("Q", f"the offset of {name!r}")
-    return name, tuple(reversed(stored)), type_id, offset
-
-
-def _place_tensor(
-    cursor: _Cursor, name: str, shape: tuple[int, ...], type_id: int, offset: int, start: int, alignment: int
-) -> GgufTensor:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        kind = GGMLQuantizationType(type_id)
-        block, size = GGML_QUANT_SIZES[kind]
-    except (ValueError, KeyError):
-        raise cursor.corrupt(f"a published tensor type for {name!r}", f"type {type_id}") from None
+    known = _tensor_types().get(type_id)
+    if known is None:
+        raise cursor.corrupt(f"a published tensor type for {name!r}", f"type {type_id}")
+    type_name, block, size = known
     numel = 1
     for n in shape:
         numel *= n
     if numel == 0 or shape[-1] % block:
         raise cursor.corrupt(
-            f"rows of a positive multiple of {block} numbers in tensor {name!r} ({kind.name})", f"shape {list(shape)}"
+            f"rows of a positive multiple of {block} numbers in tensor {name!r} ({type_name})", f"shape {list(shape)}"
         )
-    nbytes = numel // block * size
-    if offset % alignment:
-        raise cursor.corrupt(f"tensor {name!r} at a multiple of {alignment}", f"offset {offset}")
-    if start + offset + nbytes > cursor.end:
+    return _Entry(name, shape, type_id, type_name, offset, numel // block * size)
+
+
+@cache
+def _tensor_types() -> Mapping[int, tuple[str, int, int]]:
+    """Type id -> name, numbers of a block, bytes of a block."""
+    from gguf.constants import GGML_QUANT_SIZES
+
+    return {int(kind): (kind.name, block, size) for kind, (block, size) in GGML_QUANT_SIZES.items()}
+
+
+def _place_tensor(cursor: _Cursor, entry: _Entry, start: int, alignment: int) -> GgufTensor:
+    name, first = entry.name, start + entry.offset
+    if entry.offset % alignment:
+        raise cursor.corrupt(f"tensor {name!r} at a multiple of {alignment}", f"offset {entry.offset}")
+    if first + entry.nbytes > cursor.end:
         raise cursor.corrupt(
-            f"tensor {name!r} inside the {cursor.end} bytes of the file",
-            f"bytes {start + offset} to {start + offset + nbytes}",
+            f"tensor {name!r} inside the {cursor.end} bytes of the file", f"bytes {first} to {first + entry.nbytes}"
         )
-    return GgufTensor(name, shape, type_id, kind.name, start + offset, nbytes)
+    return GgufTensor(name, entry.shape, entry.type_id, entry.type_name, first, entry.nbytes)
 
 
 def _check_overlap(cursor: _Cursor, tensors: Mapping[str, GgufTensor]) -> None:

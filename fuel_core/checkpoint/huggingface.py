@@ -6,22 +6,28 @@ nothing is allocated for a folder that cannot be loaded.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuel_core.checkpoint.base import (
     Checkpoint,
     TensorInfo,
     as_mapping,
+    listed,
     read_json_object,
+    reading,
     refuse_lfs_pointer,
+    shown,
     token_ids,
 )
 from fuel_core.checkpoint.config import RawConfig
+from fuel_core.checkpoint.quantised import undeclared_method
 from fuel_core.checkpoint.tokenizer_source import TokenizerSource
 from fuel_core.errors import (
     CheckpointCorruptError,
@@ -32,12 +38,14 @@ from fuel_core.errors import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HuggingFaceCheckpoint"]
+__all__ = ["HuggingFaceCheckpoint", "partial_downloads"]
 
 _INDEX: Final = "model.safetensors.index.json"
 _SINGLE: Final = "model.safetensors"
 _SHARD: Final = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<total>\d+)\.safetensors")
-_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLE_SUFFIXES: Final = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_OTHER_SUFFIXES: Final = (".h5", ".msgpack", ".onnx", ".nemo")
+_PARTIAL_SUFFIXES: Final = (".incomplete", ".part", ".partial", ".aria2", ".crdownload", ".download")
 # Pickles that training leaves beside a model; no weights are in them.
 _TRAINING_FILES: Final = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 _HEADER_LIMIT: Final = 100_000_000
@@ -81,9 +89,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         """Read the config and every tensor header. See `open_checkpoint` for the errors."""
         self.path = path
-        self._config = read_json_object(path / "config.json")
+        self._config = read_json_object(path / "config.json", once=True)
         self._files: dict[str, Path] = {}
         self._infos: dict[str, TensorInfo] = {}
+        self._states: dict[Path, _State] = {}
         self._open: dict[Path, Any] = {}
         files, indexed = _weight_files(path)
         for file in files:
@@ -92,13 +101,18 @@ class HuggingFaceCheckpoint(Checkpoint):
         if absent:
             raise CheckpointCorruptError(
                 f"{path / _INDEX}: expected every tensor it names in the files it names, found {len(absent)} in none: "
-                f"{', '.join(absent[:5])}; download the folder again"
+                f"{listed(absent)}; download the folder again"
             )
         raw = RawConfig.from_config(self._config)
         if raw.dtype_key is None:
             stored = _usual_dtype(self._infos)
             if stored is not None:
                 raw = raw.with_values({"dtype": stored}, "tensors: the usual stored dtype")
+        if raw.quantization is None:
+            found = undeclared_method(self._infos)
+            if found is not None:
+                method, tensor = found
+                raw = raw.with_values({"quantization_config": {"quant_method": method}}, f"tensors: {listed([tensor])}")
         self.raw = raw
 
     @property
@@ -115,8 +129,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         path = self._files[name]
+        handle = self._open.get(path)
+        with reading(path):
+            self._check_unchanged(path, opened=handle is not None)
         try:
-            handle = self._open.get(path)
             if handle is None:
                 handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
             tensor: torch.Tensor = handle.get_tensor(name)
@@ -129,10 +145,35 @@ class HuggingFaceCheckpoint(Checkpoint):
     def is_mapped(self, name: str) -> bool:
         return name in self._files
 
+    def _check_unchanged(self, path: Path, *, opened: bool) -> None:
+        """Refuse a file that is not the one whose header was checked, or that was cut since it was mapped.
+
+        A mapped file may be deleted or replaced under its name: the mapping keeps it. Cut in place, what is gone cannot
+        be read, and trying ends the process.
+        """
+        before = self._states[path]
+        try:
+            now = _State.of(path)
+        except FileNotFoundError:
+            if opened:
+                return
+            raise
+        replaced = (now.device, now.inode) != (before.device, before.inode)
+        if (replaced or now.size >= before.size) if opened else now == before:
+            return
+        raise CheckpointCorruptError(
+            f"{path}: expected the file that was there when the checkpoint was opened ({before.size} bytes), found "
+            f"{'another one' if replaced else 'it changed'} ({now.size} bytes); open the checkpoint again"
+        )
+
     def close(self) -> None:
         self._open.clear()
 
     def tokenizer_files(self) -> TokenizerSource:
+        with reading(self.path):
+            return self._tokenizer_files()
+
+    def _tokenizer_files(self) -> TokenizerSource:
         config = self._read_optional("tokenizer_config.json")
         for key, value in self._read_optional("special_tokens_map.json").items():
             config.setdefault(key, value)
@@ -202,15 +243,19 @@ class HuggingFaceCheckpoint(Checkpoint):
         from safetensors import SafetensorError, safe_open
 
         refuse_lfs_pointer(path)
-        _check_header_length(path)
+        self._states[path] = _State.of(path)
+        header = _checked_header(path)
         try:
             # The numpy flavour of the reader checks the same header and needs no torch.
             with safe_open(path, framework="numpy") as handle:
-                for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                names = handle.keys()
+                if header.count(b'"data_offsets"') != len(names):
+                    _refuse_name_twice(path, header)
+                for name in names:
                     if name in self._files:
                         raise CheckpointCorruptError(
-                            f"{path}: expected every tensor once, found {name!r} in {self._files[name].name} as well; "
-                            "remove the file that does not belong to this checkpoint"
+                            f"{path}: expected every tensor once, found {shown(name)} in {self._files[name].name} as "
+                            "well; remove the file that does not belong to this checkpoint"
                         )
                     piece = handle.get_slice(name)
                     stored = piece.get_dtype()
@@ -226,11 +271,14 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
     """The safetensors files that together are the model ([] for a folder with only a config), and the tensors an
     index promises in them.
     """
+    dangling = sorted(f.name for f in folder.glob("*.safetensors") if f.is_symlink() and not f.exists())
+    if _SINGLE in dangling:
+        raise _missing_shards(folder, dangling)
     if (folder / _SINGLE).is_file():
         return [folder / _SINGLE], []
     if (folder / _INDEX).is_file():
         return _indexed_files(folder)
-    found = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("adapter_"))
+    found = sorted(f for f in folder.glob("*.safetensors") if f.is_file() and not f.name.startswith("adapter_"))
     shards = [(f, m) for f in found if (m := _SHARD.fullmatch(f.name))]
     if shards:
         stems = Counter(m["stem"] for _, m in shards)
@@ -254,27 +302,53 @@ def _weight_files(folder: Path) -> tuple[list[Path], list[str]]:
             "keep the one that is the model"
         )
     if not found:
+        if dangling:
+            raise _missing_shards(folder, dangling)
+        partial = partial_downloads(folder)
+        if partial:
+            raise CheckpointNotFoundError(
+                f"{folder}: expected the whole model, found its config and an unfinished download ({listed(partial)}); "
+                "let it finish, or start it again"
+            )
         pickles = sorted(
-            f.name for f in folder.iterdir() if f.suffix in _PICKLE_SUFFIXES and not f.name.startswith(_TRAINING_FILES)
+            f.name
+            for f in folder.iterdir()
+            if f.suffix.lower() in _PICKLE_SUFFIXES and not f.name.startswith(_TRAINING_FILES)
         )
         if pickles:
             raise UnsupportedCheckpointError(
-                f"{folder}: expected safetensors files, found only {', '.join(pickles[:3])} (pickle files can run code "
+                f"{folder}: expected safetensors files, found only {listed(pickles, 3)} (pickle files can run code "
                 "when read, so they are refused); convert them to safetensors or use a checkpoint that has them"
+            )
+        other = sorted(f.name for f in folder.iterdir() if f.suffix.lower() in _OTHER_SUFFIXES)
+        if other:
+            raise UnsupportedCheckpointError(
+                f"{folder}: expected safetensors files, found only {listed(other, 3)}; convert them to safetensors or "
+                "use a checkpoint that has them"
             )
     return found, []
 
 
+def partial_downloads(folder: Path) -> list[str]:
+    """Names of what download tools leave beside, or below, the files they have not finished."""
+    found = [f.name for f in folder.iterdir() if f.name.endswith(_PARTIAL_SUFFIXES)]
+    # Where the Hub's own tool keeps them: for a folder of its own, and for its cache.
+    found += [f.name for f in (folder / ".cache" / "huggingface" / "download").glob("**/*.incomplete")]
+    if folder.parent.name == "snapshots":
+        found += [f.name for f in (folder.parent.parent / "blobs").glob("*.incomplete")]
+    return sorted(found)
+
+
 def _indexed_files(folder: Path) -> tuple[list[Path], list[str]]:
     index = folder / _INDEX
-    weight_map = read_json_object(index).get("weight_map")
+    weight_map = read_json_object(index, once=True).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointCorruptError(f"{index}: expected an object under 'weight_map', found none; download it again")
     names: dict[str, None] = {}
     for tensor, name in weight_map.items():
         if not _is_plain_name(name):
             raise CheckpointCorruptError(
-                f"{index}: expected a plain file name for tensor {tensor!r}, found {name!r}; "
+                f"{index}: expected a plain file name for tensor {shown(tensor)}, found {shown(name)}; "
                 "a checkpoint may only name files in its own folder: do not use this one"
             )
         names[name] = None
@@ -294,28 +368,57 @@ def _is_plain_name(name: object) -> bool:
 
 
 def _missing_shards(folder: Path, missing: list[str]) -> CheckpointNotFoundError:
-    shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
     return CheckpointNotFoundError(
-        f"{folder}: expected every shard on disk, found {len(missing)} missing: {shown}; "
+        f"{folder}: expected every shard on disk, found {len(missing)} missing: {listed(missing)}; "
         "incomplete download? Download the folder again"
     )
 
 
-def _check_header_length(path: Path) -> None:
-    """Refuse a header length that the file cannot hold before anything reads it."""
-    size = path.stat().st_size
+class _State(NamedTuple):
+    """What tells one file, and one state of it, from another."""
+
+    device: int
+    inode: int
+    size: int
+    modified: int
+
+    @classmethod
+    def of(cls, path: Path) -> _State:
+        stat = path.stat()
+        return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _checked_header(path: Path) -> bytes:
+    """The header's bytes. Refuses a length that the file cannot hold before anything is read for it."""
     with path.open("rb") as f:
+        size = os.fstat(f.fileno()).st_size
         head = f.read(8)
-    length = int.from_bytes(head, "little")
-    if len(head) < 8 or length > size - 8:
-        raise CheckpointCorruptError(
-            f"{path}: expected a header within {size} bytes, found a header length of "
-            f"{length if len(head) == 8 else 'nothing'}; incomplete download? Download the file again"
-        )
-    if length > _HEADER_LIMIT:
-        raise CheckpointCorruptError(
-            f"{path}: expected a header of at most {_HEADER_LIMIT} bytes, found {length}; download the file again"
-        )
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > size - 8:
+            raise CheckpointCorruptError(
+                f"{path}: expected a header within {size} bytes, found a header length of "
+                f"{length if len(head) == 8 else 'nothing'}; incomplete download? Download the file again"
+            )
+        if length > _HEADER_LIMIT:
+            raise CheckpointCorruptError(
+                f"{path}: expected a header of at most {_HEADER_LIMIT} bytes, found {length}; download the file again"
+            )
+        return f.read(length)
+
+
+def _refuse_name_twice(path: Path, header: bytes) -> None:
+    """Parsers of JSON keep the last of two entries under one name, and what the first one says is lost."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+            raise CheckpointCorruptError(
+                f"{path}: expected every name once, found {shown(twice)} twice in its header; download the file again"
+            )
+        return found
+
+    json.loads(header, object_pairs_hook=once)
 
 
 def _usual_dtype(infos: Mapping[str, TensorInfo]) -> str | None:
@@ -343,4 +446,5 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _one_line(exc: BaseException) -> str:
-    return " ".join(str(exc).split()) or type(exc).__name__
+    text = " ".join(str(exc).split()) or type(exc).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."

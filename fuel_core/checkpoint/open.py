@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from fuel_core.checkpoint.base import read_json_object, refuse_lfs_pointer
+from fuel_core.checkpoint.base import listed, read_json_object, reading, refuse_lfs_pointer, shown
 from fuel_core.errors import CheckpointNotFoundError, UnsupportedCheckpointError
 
 if TYPE_CHECKING:
@@ -40,16 +40,15 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
             f"path: expected a folder, a .gguf file or a Hub id, found the empty text {text!r:.80}; name the "
             "checkpoint ('.' is the current folder)"
         )
-    try:
+    with reading(listed([text])):
         return _open(text)
-    except PermissionError as exc:
-        raise CheckpointNotFoundError(
-            f"{path}: expected a readable checkpoint, found no permission to read {exc.filename}; change its mode"
-        ) from exc
 
 
 def _open(text: str) -> Checkpoint:
-    place = Path(text).expanduser()
+    try:
+        place = Path(text).expanduser()
+    except RuntimeError:  # "~name" of nobody
+        place = Path(text)
     if place.is_dir():
         return _open_folder(place)
     if place.is_file():
@@ -92,23 +91,31 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    from fuel_core.checkpoint.gguf_file import GgufCheckpoint
-    from fuel_core.checkpoint.huggingface import HuggingFaceCheckpoint
+    from fuel_core.checkpoint.gguf_file import GgufCheckpoint, shard_paths
+    from fuel_core.checkpoint.huggingface import HuggingFaceCheckpoint, partial_downloads
 
     has_config = (folder / "config.json").is_file()
     safetensors = any(not f.name.startswith("adapter_") for f in folder.glob("*.safetensors*"))
     ggufs = sorted(f for f in folder.glob("*.gguf") if not f.name.startswith("mmproj"))
+    broken = sorted(
+        f.name for f in (folder / "config.json", *folder.glob("*.gguf")) if f.is_symlink() and not f.exists()
+    )
+    if broken:
+        raise CheckpointNotFoundError(
+            f"{folder}: expected the files of a checkpoint, found links to nothing: {listed(broken)}; download the "
+            "checkpoint again"
+        )
     if (folder / _ADAPTER).is_file() and not safetensors:
         base = read_json_object(folder / _ADAPTER).get("base_model_name_or_path")
         raise UnsupportedCheckpointError(
-            f"{folder}: expected a whole model, found a LoRA adapter for {base!r}; merge it into that model first "
+            f"{folder}: expected a whole model, found a LoRA adapter for {shown(base)}; merge it into that model first "
             "(peft: merge_and_unload) and open the result"
         )
     if ggufs and not safetensors:
-        if len(ggufs) > 1:
+        if len(ggufs) > 1 and not set(ggufs) <= set(shard_paths(ggufs[0])):
             raise CheckpointNotFoundError(
-                f"{folder}: expected one .gguf file, found {len(ggufs)} ({', '.join(f.name for f in ggufs[:4])}"
-                f"{', ...' if len(ggufs) > 4 else ''}); name the file you mean"
+                f"{folder}: expected one .gguf file, found {len(ggufs)} "
+                f"({listed((f.name for f in ggufs), 4)}); name the file you mean"
             )
         return GgufCheckpoint(ggufs[0])
     if has_config:
@@ -125,11 +132,17 @@ def _open_folder(folder: Path) -> Checkpoint:
             f"{folder}: expected a checkpoint, found a Hub cache with {len(cached)} "
             f"{'model' if len(cached) == 1 else 'models'}; name one by its Hub id, such as {_repo_of(cached[0])}"
         )
+    partial = partial_downloads(folder)
+    if partial:
+        raise CheckpointNotFoundError(
+            f"{folder}: expected config.json or a .gguf file, found an unfinished download ({listed(partial)}); let it "
+            "finish, or start it again"
+        )
     inside = sorted(f.name for f in folder.iterdir())
     below = [folder / name for name in inside if (folder / name / "config.json").is_file()]
     raise CheckpointNotFoundError(
         f"{folder}: expected config.json or a .gguf file, found "
-        f"{', '.join(inside[:4]) + (', ...' if len(inside) > 4 else '') if inside else 'an empty folder'}; "
+        f"{listed(inside, 4) or 'an empty folder'}; "
         f"name {' or '.join(map(str, below[:3])) if below else 'the folder that holds config.json'}"
     )
 
@@ -148,7 +161,8 @@ def _hub_snapshot(text: str) -> Path:
     match = _HUB_ID.fullmatch(text)
     if match is None or text.endswith(_FILE_SUFFIXES):
         raise CheckpointNotFoundError(
-            f"{text}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; check it"
+            f"{listed([text])}: expected a Hugging Face folder, a .gguf file or a Hub id, found nothing at that path; "
+            "check it"
         )
     repo, revision = match["repo"], match["revision"] or "main"
     cache = hub_cache_folder()

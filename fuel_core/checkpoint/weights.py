@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from fuel_core.checkpoint.base import listed
 from fuel_core.checkpoint.config import MOST_LAYERS
+from fuel_core.checkpoint.expert_tensors import gather_experts
 from fuel_core.errors import BackendUnavailableError, ConfigError, UnsupportedCheckpointError, WeightsError
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
     from fuel_core.checkpoint.base import Checkpoint, TensorInfo
     from fuel_core.checkpoint.formats import Choice
-    from fuel_core.layers.linear import Embedding, Linear
+    from fuel_core.layers.linear import FormattedWeight
+    from fuel_core.layers.packed_formats import Rows
 
 __all__ = [
     "WEIGHT_FORMATS",
@@ -162,7 +165,7 @@ def load_weights(
         choice = plan.choices.get(parameter)
         if choice is not None and (choice.format not in DENSE_DTYPES or _is_quantized(info)):
             try:
-                packed = pack(choice, ck.rows(name))
+                packed = pack(choice, ck.rows(name) if len(info.shape) == 2 else ck.matrices(name))
             except WeightsError as exc:
                 raise WeightsError(f"{ck.path}: tensor {name!r}: {exc}") from None
             install(modules[parameter], packed.format.packed_as, packed.tensors)
@@ -232,12 +235,19 @@ class PlannedFormat(NamedTuple):
     tensor: str
     info: TensorInfo
     choice: Choice
+    checkpoint: Checkpoint
+    """Where the tensor is read; it may be one that the files hold in parts."""
+
+    def source(self) -> Rows | list[Rows]:
+        """The numbers: a matrix, or those of a stack."""
+        read = self.checkpoint.rows if len(self.info.shape) == 2 else self.checkpoint.matrices
+        return read(self.tensor)
 
 
 def planned_formats(
     backbone: nn.Module, ck: Checkpoint, family: Any = None, weights: str = "auto"
 ) -> list[PlannedFormat]:
-    """How `load_weights` would store every weight of a Linear or Embedding on a CPU, from headers alone.
+    """How `load_weights` would store every weight that a format can hold on a CPU, from headers alone.
 
     Same arguments and errors. Norms, biases and what else is no weight of those are left out.
     """
@@ -246,7 +256,7 @@ def planned_formats(
     plan = _plan(backbone, ck, family, weights, "cpu")
     dense = Choice(next(word for word, dtype in DENSE_DTYPES.items() if dtype == plan.dtype))
     return [
-        PlannedFormat(parameter, name, plan.infos[parameter], plan.choices.get(parameter, dense))
+        PlannedFormat(parameter, name, plan.infos[parameter], plan.choices.get(parameter, dense), plan.ck)
         for parameter, name in plan.sources.items()
         if parameter in plan.modules
     ]
@@ -268,13 +278,14 @@ class _Plan:
     infos: dict[str, TensorInfo]
     sources: dict[str, str]
     skipped: tuple[str, ...]
-    modules: dict[str, Linear | Embedding]
+    modules: dict[str, FormattedWeight]
     choices: dict[str, Choice]
     """For each weight that is not simply cast to `dtype`."""
 
 
 def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device: str) -> _Plan:
     from fuel_core.checkpoint.formats import choose, slots_of, weight_modules
+    from fuel_core.layers.moe import ExpertLinear
 
     word, dtype_name = _wanted(weights, ck)
     if word in ("int8", "int4") and device != "cpu":
@@ -290,7 +301,10 @@ def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device
     ck = ck.for_family(family)
     slots = slots_of(backbone)
     pairs = _tied_pairs(backbone, slots)
+    modules = dict(weight_modules(backbone))
     tensors, skipped = _map_names(ck, family)
+    stacks = {p: module.n_experts for p, module in modules.items() if isinstance(module, ExpertLinear)}
+    ck, tensors = gather_experts(ck, tensors, stacks)
     infos = {parameter: ck.tensor_info(name) for parameter, name in tensors.items()}
     _refuse_unreadable(ck, tensors, infos)
     sources = _check_names(ck, slots, pairs, tensors, infos)
@@ -299,7 +313,6 @@ def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device
     if word == "auto" and (device != "cpu" or not quantized):
         word = _DTYPE_WORDS[dtype_name]
     by_width = word in ("auto", "int8", "int4")
-    modules = dict(weight_modules(backbone))
     # A parameter that shares its storage with something that is no Linear or Embedding stays dense.
     shared = {source for parameter, source in pairs if parameter not in modules}
     choices = {
@@ -355,15 +368,15 @@ def _tied_pairs(backbone: nn.Module, slots: Mapping[str, torch.Tensor]) -> list[
         pairs = []
     # A module that ties at build time has one Parameter under two names; it must stay one.
     first: dict[int, str] = {}
-    listed = {parameter for parameter, _ in pairs}
+    taken = {parameter for parameter, _ in pairs}
     for name, slot in slots.items():
         owner = first.setdefault(id(slot), name)
-        if owner != name and name not in listed and owner not in listed:
+        if owner != name and name not in taken and owner not in taken:
             pairs.append((name, owner))
     unknown = [name for pair in pairs for name in pair if name not in slots]
     if unknown:
         raise WeightsError(
-            f"expected tied weights to name parameters of {type(backbone).__name__}, found {_listed(unknown)}; "
+            f"expected tied weights to name parameters of {type(backbone).__name__}, found {listed(unknown, _SHOWN)}; "
             "correct the family's names or its tied_weights()"
         )
     return pairs
@@ -426,11 +439,11 @@ def _check_names(
     problems = []
     if missing:
         hint = " (the config does not tie it to the embedding)" if _HEAD in missing else ""
-        problems.append(f"{len(missing)} parameters without a tensor: {_listed(missing)}{hint}")
+        problems.append(f"{len(missing)} parameters without a tensor: {listed(missing, _SHOWN)}{hint}")
     if unused:
-        problems.append(f"{len(unused)} unused tensors: {_listed(unused)}")
+        problems.append(f"{len(unused)} unused tensors: {listed(unused, _SHOWN)}")
     if shapes:
-        problems.append(f"{len(shapes)} wrong shapes: {_listed(shapes)}")
+        problems.append(f"{len(shapes)} wrong shapes: {listed(shapes, _SHOWN)}")
     if problems:
         raise WeightsError(
             f"{ck.path}: expected one tensor for every parameter and the reverse, found {'; '.join(problems)}. "
@@ -496,10 +509,5 @@ def _check_nothing_left(backbone: nn.Module) -> None:
     if left:
         raise WeightsError(
             f"expected every parameter and buffer to have storage, found {len(left)} still on the meta device: "
-            f"{_listed(left)}; the family must not register non-persistent buffers in build()"
+            f"{listed(left, _SHOWN)}; the family must not register non-persistent buffers in build()"
         )
-
-
-def _listed(names: list[str]) -> str:
-    more = f", ... ({len(names) - _SHOWN} more)" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

@@ -63,9 +63,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FuelError as error:
         return _complain(str(error), _USER)
     except Exception as error:
+        if _is_out_of_memory(error):
+            found = " ".join(str(error).split())[:200] or "none left"
+            return _complain(
+                f"memory: expected room for the model and its work, found {found}; close other programs, or use "
+                "--weights int8 or a smaller --max-seq-len",
+                _USER,
+            )
         text = f"internal error, {type(error).__name__}: {error} (FUEL_DEBUG=1 shows where)"
         return _complain(text, _INTERNAL)
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # torch says it as a RuntimeError on a CPU, and as a kind of its own elsewhere; neither is worth importing it for.
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+    )
 
 
 @contextmanager

@@ -116,7 +116,10 @@ def _layers(backbone: DecodeBackbone) -> list[dict[str, Any]]:
 
 
 def _rope_variant(variant: Any) -> dict[str, Any]:
-    return {"width": variant.width, "scale": variant.scale, "inv_freq": list(variant.inv_freq)}
+    shown = {"width": variant.width, "scale": variant.scale, "inv_freq": list(variant.inv_freq)}
+    if variant.longer is not None:
+        shown["other_frequencies_beyond"] = variant.longer.original
+    return shown
 
 
 def _stored(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -147,9 +150,9 @@ def _weights(
         # A checkpoint that cannot be loaded may be looked at all the same.
         note(f"weights: {error}")
         return []
-    named = checkpoint.for_family(family)
     found = []
-    for parameter, tensor, info, choice in planned:
+    for plan in planned:
+        parameter, tensor, info, choice, named = plan
         entry: dict[str, Any] = {
             "parameter": parameter,
             "tensor": tensor,
@@ -161,7 +164,7 @@ def _weights(
             "relative_error": None,
         }
         if errors:
-            entry["format"], entry["relative_error"] = error_of(choice, named.rows(tensor))
+            entry["format"], entry["relative_error"] = error_of(choice, plan.source())
             entry["or"] = None
             named.release(tensor)
         found.append(entry)
@@ -227,6 +230,8 @@ def _print(report: dict[str, Any]) -> None:
             f"RoPE variant {index}: {variant['width']} features turn, {low:.6g} to {high:.6g} radians a position, "
             f"cos and sin times {variant['scale']:.6g}"
         )
+        if "other_frequencies_beyond" in variant:
+            console.print(f"  sequences of more than {variant['other_frequencies_beyond']} positions turn by others")
     parameters, cache, key = report["parameters"], report["kv_cache"], report["shape_key"]
     console.print(f"parameters: {parameters['count']:,}, {bytes_text(parameters['bytes'])}, {parameters['source']}")
     for dtype, size in parameters["bytes_by_dtype"].items():

@@ -231,6 +231,9 @@ class Generation:
 
     def _forward(self, ids: list[int]) -> Tensor:
         """Run `ids`; a single one is a decode step and stays on the plan backend that the first one found."""
+        if len(ids) > 1 and self.backbone.rope_plan.depends_on_length:
+            # Rows of a chunk belong to the whole sequence, and turn by the frequencies of its length.
+            return forward_decode_step(self.backbone, ids, self.cache, self.ctx, sequence_len=len(self._ids))
         if len(ids) > 1 or not self.ctx.may_compile:
             return forward_decode_step(self.backbone, ids, self.cache, self.ctx)
         if self._backend is None:
@@ -245,7 +248,9 @@ class Generation:
         total = len(self._ids)
         done = self._rewind()
         if not self._started:
-            self.cached_tokens, self._started = done, True
+            # What is turned by the frequencies of another length is computed again by the first chunk.
+            alike = self.cache.turned_by(self.backbone.rope_plan.regime(total))
+            self.cached_tokens, self._started = done if alike else 0, True
         logits: Tensor | None = None
         for size in prefill_chunks(total - done, self.prefill_chunk):
             logits = self._forward(self._ids[done : done + size])

@@ -15,10 +15,10 @@ from fuel_core.errors import WeightsError
 from fuel_core.layers.packed_formats import int4_layout, kernel_input
 from fuel_core.layers.weight_formats import FORMATS, WeightFormat, dense_format_of
 
-__all__ = ["Embedding", "Linear", "linear", "project"]
+__all__ = ["Embedding", "FormattedWeight", "Linear", "linear", "project"]
 
 
-class _FormattedWeight(nn.Module):
+class FormattedWeight(nn.Module):
     """A module whose ``weight`` parameter is stored in a weight format.
 
     Subclasses declare ``__call__`` for type checkers alone: torch's own returns Any, which would leave every family's
@@ -45,7 +45,7 @@ class _FormattedWeight(nn.Module):
             )
 
 
-class Linear(_FormattedWeight):
+class Linear(FormattedWeight):
     """``y = x Wᵀ + b`` with W ``[out_features, in_features]`` in any weight format."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -66,7 +66,7 @@ class Linear(_FormattedWeight):
         return f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
 
 
-class Embedding(_FormattedWeight):
+class Embedding(FormattedWeight):
     """A lookup table ``[num_embeddings, embedding_dim]`` in any weight format; rows come out in float32."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from fuel_core import native
 from fuel_core.errors import BackendUnavailableError, WeightsError
 
-__all__ = ["GROUP", "PACKED_PARAMETERS", "Affine4", "Int4Format", "Int8Format", "Rows", "TensorRows"]
+__all__ = ["GROUP", "PACKED_PARAMETERS", "Affine4", "Int4Format", "Int8Format", "RowRange", "Rows", "TensorRows"]
 
 GROUP = 32
 """Inputs that share one scale and one zero in int4; also what both kernels want K to be a multiple of."""
@@ -78,6 +78,25 @@ class TensorRows:
 
     def affine4(self, first: int, last: int) -> Affine4 | None:
         return None
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``first`` to ``last`` of another matrix."""
+
+    source: Rows
+    first: int
+    last: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.last - self.first, self.source.shape[1]
+
+    def rows(self, first: int, last: int) -> Tensor:
+        return self.source.rows(self.first + first, self.first + last)
+
+    def affine4(self, first: int, last: int) -> Affine4 | None:
+        return self.source.affine4(self.first + first, self.first + last)
 
 
 def shape_of(module: nn.Module) -> tuple[int, int]:

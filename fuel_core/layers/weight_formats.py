@@ -27,7 +27,7 @@ from fuel_core.layers.packed_formats import (
     pieces,
 )
 
-__all__ = ["FORMATS", "WeightFormat", "canonical_format", "install", "relative_error", "store"]
+__all__ = ["FORMATS", "WeightFormat", "canonical_format", "install", "relative_error", "squares", "store"]
 
 # From this many rows on a CPU without 16-bit arithmetic multiplies 16-bit weights in float32 (docs/weights.md).
 WIDENED_FROM_ROWS = 8
@@ -182,14 +182,20 @@ def install(module: nn.Module, packed_as: str | None, stored: Mapping[str, Tenso
 
 def relative_error(chosen: WeightFormat, stored: dict[str, Tensor], source: Rows) -> float:
     """Root mean square of (stored - source) over that of source; 0 for a source of zeros."""
+    difference, total = squares(chosen, stored, source)
+    return (difference / total) ** 0.5 if total else 0.0
+
+
+def squares(chosen: WeightFormat, stored: Mapping[str, Tensor], source: Rows) -> tuple[float, float]:
+    """Sums of the squares of (stored - source) and of source."""
     n, k = source.shape
     difference = total = 0.0
     for first, last in pieces(n, k):
         expected = source.rows(first, last)
-        found = chosen.unpacked(stored, (n, k), first, last)
+        found = chosen.unpacked(dict(stored), (n, k), first, last)
         difference += float((found - expected).square_().sum(dtype=torch.float64))
         total += float(expected.square().sum(dtype=torch.float64))
-    return (difference / total) ** 0.5 if total else 0.0
+    return difference, total
 
 
 def canonical_format(name: str) -> str:

@@ -266,11 +266,13 @@ def build_decode_graph(
     *,
     all_positions: bool = False,
     backend: str | None = None,
+    sequence_len: int | None = None,
 ) -> BuiltStep:
     """Run one step (BAKED), or build a plan for single-token steps and run it once (REBINDABLE).
 
-    backend: the one to build on, as ``session_key`` takes it; where code cannot be attached, the plan is recorded. The
-    cache is not advanced here. Raises what ``check_step`` raises, RecordingError when the step cannot be recorded.
+    backend: the one to build on, as ``session_key`` takes it; where code cannot be attached, the plan is recorded.
+    sequence_len: as ``forward_decode_step`` takes it. The cache is not advanced here. Raises what ``check_step``
+    raises, RecordingError when the step cannot be recorded.
     """
     check_step(model, len(token_ids), cache, ctx, mode.value)
     _check_weights(model, cache, mode.value)
@@ -279,7 +281,9 @@ def build_decode_graph(
     held = mode is DataConsts.REBINDABLE
     # A mask of the whole capacity where its shape must not change or everything is attended; else the live columns.
     columns = cache.max_seq_len if device_offset or held else cache.cached_len + len(token_ids)
-    data = model.build_decode_token_data(token_ids, cache, device_offset=device_offset, mask_columns=columns)
+    data = model.build_decode_token_data(
+        token_ids, cache, device_offset=device_offset, mask_columns=columns, sequence_len=sequence_len
+    )
     segments = decode_segments(model, cache.dtype, device_offset=device_offset, all_positions=all_positions)
     bindings = bind_segments(model, segments, data, cache)
     if not held:

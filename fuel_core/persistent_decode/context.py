@@ -66,6 +66,8 @@ class DecodeStats:
     """Plans built although another was held, by reason."""
     fresh_steps: int = 0
     """Steps executed fresh (D1)."""
+    recomputed_tokens: int = 0
+    """Cached positions computed again, because the sequence came to turn by other RoPE frequencies."""
     recordings: int = 0
     """Traces taken."""
     handovers: int = 0
@@ -89,6 +91,7 @@ class DecodeStats:
             "rebound_kv": self.rebound_kv,
             "replans": dict(self.replans),
             "fresh_steps": self.fresh_steps,
+            "recomputed_tokens": self.recomputed_tokens,
             "recordings": self.recordings,
             "handovers": self.handovers,
             "plan_backend": self.plan_backend,
@@ -284,6 +287,7 @@ class InferenceContext:
         """
         held = [(slot, slot.session) for slot in self._sessions]
         events, replans, rebound = self.plan_events.copy(), dict(self.stats.replans), self.stats.rebound_kv
+        recomputed = self.stats.recomputed_tokens
         chosen, before, handovers = dict(self._chosen), dict(self._chosen_before), self.stats.handovers
 
         def restore() -> None:
@@ -295,6 +299,7 @@ class InferenceContext:
                 self.plan_events.extend(events)
                 self.stats.replans = replans
                 self._chosen, self._chosen_before, self.stats.handovers = chosen, before, handovers
+                self.stats.recomputed_tokens = recomputed
 
         return restore
 

@@ -26,8 +26,11 @@ def rebind_and_realize_prebuilt(
     cache: KvCache,
     ctx: InferenceContext,
     session: DecodeSession | None,
+    sequence_len: int | None = None,
 ) -> Tensor:
     """One step on a held session; returns logits ``[B, 1, V]`` float32 and advances the cache.
+
+    sequence_len: as ``forward_decode_step`` takes it.
 
     The caller has checked the session's validity. Raises PlanError without a session, CapacityError on a full cache,
     TopologyChanged when the plan is no longer what was built; the cache has not moved then.
@@ -41,9 +44,12 @@ def rebind_and_realize_prebuilt(
         cache,
         device_offset=session.device_offset,
         mask_columns=cache.max_seq_len if "mask" in session.reads else None,
+        sequence_len=sequence_len,
         into=session.bound,
     )
     with span("fuel.run"):
         logits = session.plan.run(session.bound.symbols)
-    cache.advance(token_ids, model.content_version())
+    plan = model.rope_plan
+    length = sequence_len or cache.cached_len + len(token_ids)
+    cache.advance(token_ids, model.content_version(), plan.regime(length) if plan.depends_on_length else None)
     return logits

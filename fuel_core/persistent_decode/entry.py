@@ -104,13 +104,74 @@ def _step(ctx: InferenceContext, cache: KvCache, n_tokens: int, slot: SessionSlo
 
 
 def _fresh(
-    model: DecodeBackbone, ids: list[int], cache: KvCache, ctx: InferenceContext, all_positions: bool = False
+    model: DecodeBackbone,
+    ids: list[int],
+    cache: KvCache,
+    ctx: InferenceContext,
+    all_positions: bool = False,
+    sequence_len: int | None = None,
 ) -> Tensor:
-    built = build_decode_graph(model, DataConsts.BAKED, ids, cache, ctx, all_positions=all_positions)
+    built = build_decode_graph(
+        model, DataConsts.BAKED, ids, cache, ctx, all_positions=all_positions, sequence_len=sequence_len
+    )
     model.weights_epoch()
-    cache.advance(ids, model.content_version())
+    cache.advance(ids, model.content_version(), _regime(model, ids, cache, sequence_len))
     ctx.stats.fresh_steps += 1
     return built.logits[0] if all_positions else built.logits[0, -1]
+
+
+_RECOMPUTE_CHUNK = 512
+"""Most cached positions that are computed again at once: memory follows the chunk, results do not."""
+
+
+def _regime(model: DecodeBackbone, ids: list[int], cache: KvCache, sequence_len: int | None) -> object:
+    """Which frequencies the rows of a step that is about to run are turned by; None where that is always one set."""
+    plan = model.rope_plan
+    return plan.regime(sequence_len or cache.cached_len + len(ids)) if plan.depends_on_length else None
+
+
+def _turn_alike(
+    model: DecodeBackbone,
+    ids: list[int],
+    cache: KvCache,
+    ctx: InferenceContext,
+    sequence_len: int | None,
+    entry: DataConsts = DataConsts.BAKED,
+) -> None:
+    """Compute the cached rows again where the step at hand turns by other frequencies than they were turned by.
+
+    Frequencies may depend on how long a sequence is, and one sequence turns by one set of them: keys of one and queries
+    of another do not meet at their distance. Everything that is held stays: frequencies are bound data. Counted, and
+    noted under `rope_length`. After a failure the cache holds its ids as before, and the next step begins here again.
+    """
+    end = cache.cached_len + len(ids)
+    if sequence_len is not None and (type(sequence_len) is not int or sequence_len < end):
+        raise DecodeError(
+            f"{model.decode_family()}: sequence_len must be an integer of at least {end}, the positions after this "
+            f"step, found {sequence_len!r}"
+        )
+    regime = _regime(model, ids, cache, sequence_len)
+    if cache.turned_by(regime):
+        return
+    check_step(model, len(ids), cache, ctx, entry.value)
+    held, length = cache.token_ids, sequence_len or end
+    cache.truncate_to(0)
+    fresh_steps = ctx.stats.fresh_steps
+    try:
+        for start in range(0, len(held), _RECOMPUTE_CHUNK):
+            _fresh(model, held[start : start + _RECOMPUTE_CHUNK], cache, ctx, sequence_len=length)
+    except BaseException:
+        cache.abandon_step()
+        cache.take_back(held)
+        raise
+    finally:
+        ctx.stats.fresh_steps = fresh_steps  # a step is what the caller asked for
+    ctx.stats.recomputed_tokens += len(held)
+    ctx.record(
+        Disposition.KEPT if ctx.sessions else Disposition.ABSENT,
+        Reason.ROPE_LENGTH,
+        Difference("sequence_len", len(held), length),
+    )
 
 
 def forward_with_kv_context(
@@ -120,16 +181,19 @@ def forward_with_kv_context(
     ctx: InferenceContext,
     *,
     all_positions: bool = False,
+    sequence_len: int | None = None,
 ) -> Tensor:
     """Execute a step fresh (D1): prefill, multi-token verification, fallback. Held sessions stay as they are.
 
-    token_ids: list or int64 tensor ``[T]``. Returns float32 logits ``[vocab]`` of the last position, or
-    ``[T, vocab]``; they are the caller's own. Raises DecodeError and below; the cache has not moved then.
+    token_ids: list or int64 tensor ``[T]``. sequence_len: as ``forward_decode_step`` takes it. Returns float32 logits
+    ``[vocab]`` of the last position, or ``[T, vocab]``; they are the caller's own. Raises DecodeError and below; the
+    cache has not moved then.
     """
     check_arguments("forward_with_kv_context", _STEP, model=model, cache=cache, ctx=ctx)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids)):
-        return _fresh(model, ids, cache, ctx, all_positions)
+        _turn_alike(model, ids, cache, ctx, sequence_len)
+        return _fresh(model, ids, cache, ctx, all_positions, sequence_len)
 
 
 def refresh_decode_session(
@@ -187,6 +251,7 @@ def _persistent(
     slot: SessionSlot,
     nearest: Difference | None,
     now: SessionKey | None = None,
+    sequence_len: int | None = None,
 ) -> Tensor:
     """One single-token step through a held session. ``nearest``: what kept the nearest other session from serving."""
     if now is None:
@@ -194,22 +259,24 @@ def _persistent(
     disposition = refresh_decode_session(slot, now, cache, ctx)
     if disposition in (Disposition.KEPT, Disposition.REBOUND):
         try:
-            logits = rebind_and_realize_prebuilt(model, ids, cache, ctx, slot.session)
+            logits = rebind_and_realize_prebuilt(model, ids, cache, ctx, slot.session, sequence_len)
         except TopologyChanged:
             slot.session = None
             ctx.record(Disposition.DROPPED, Reason.TOPOLOGY_CHANGED)
             ctx.count_replan(Reason.TOPOLOGY_CHANGED)
             model._programs.clear()
             ctx.forget_backend(now.shape_key)
-            return _fresh(model, ids, cache, ctx)
+            return _fresh(model, ids, cache, ctx, sequence_len=sequence_len)
         ctx.stats.rebinds += 1
         ctx.stats.plan_backend = now.backend
         if now.backend == "recorded" and ctx.plan == "auto" and ctx.may_compile:
             assert slot.session is not None
             LIBRARY.served(slot.session.plan.program, ctx.compile_after)
         return logits[0, -1]
-    built = build_decode_graph(model, DataConsts.REBINDABLE, ids, cache, ctx, backend=now.backend)
-    cache.advance(ids, model.content_version())
+    built = build_decode_graph(
+        model, DataConsts.REBINDABLE, ids, cache, ctx, backend=now.backend, sequence_len=sequence_len
+    )
+    cache.advance(ids, model.content_version(), _regime(model, ids, cache, sequence_len))
     slot.session = built.session
     assert built.session is not None
     ctx.stats.plan_backend = built.session.key.backend
@@ -244,6 +311,7 @@ def forward_with_kv_context_persistent(
     check_arguments("forward_with_kv_context_persistent", order, model=model, cache=cache, ctx=ctx, slot=slot)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids), slot):
+        _turn_alike(model, ids, cache, ctx, None, DataConsts.REBINDABLE)
         fresh = _runs_fresh(ids, ctx)
         if fresh is not None:
             logits = _fresh(model, ids, cache, ctx)
@@ -262,20 +330,24 @@ def forward_decode_step(
     ctx: InferenceContext,
     *,
     keep_backend: str | None = None,
+    sequence_len: int | None = None,
 ) -> Tensor:
     """A step through the sessions the context holds: the natural call, and the fast one.
 
     token_ids: list or int64 tensor ``[T]``. One token runs on a held plan (built on the first), several execute fresh
     and keep what is held. keep_backend: the backend a sequence began on, where it must stay there although the context
-    has moved on (a `Generation` does). Returns float32 logits ``[vocab]``, the caller's own. Raises DecodeError and
-    below; cache, context and sessions are as before then.
+    has moved on (a `Generation` does). sequence_len: how many positions the sequence will have when the chunks of a
+    prompt are through, where RoPE frequencies depend on that (without it, the positions after this step); rows that
+    were turned by others are computed again first, from the ids the cache remembers. Returns float32 logits
+    ``[vocab]``, the caller's own. Raises DecodeError and below; cache, context and sessions are as before then.
     """
     check_arguments("forward_decode_step", _STEP, model=model, cache=cache, ctx=ctx)
     ids = _ids(token_ids, model.decode_dims().vocab, model.decode_family())
     with _step(ctx, cache, len(ids)):
+        _turn_alike(model, ids, cache, ctx, sequence_len, DataConsts.BAKED if len(ids) != 1 else DataConsts.REBINDABLE)
         fresh = _runs_fresh(ids, ctx)
         if fresh is not None:
-            logits = _fresh(model, ids, cache, ctx)
+            logits = _fresh(model, ids, cache, ctx, sequence_len=sequence_len)
             ctx.record(Disposition.KEPT if ctx.sessions else Disposition.ABSENT, fresh)
             return logits
         check_step(model, 1, cache, ctx, DataConsts.REBINDABLE.value)
@@ -285,6 +357,6 @@ def forward_decode_step(
         moved = ctx.drop_stale_epochs(now) or handover
         slot, nearest = ctx.take_slot(now)
         try:
-            return _persistent(model, ids, cache, ctx, slot, moved or nearest, now)
+            return _persistent(model, ids, cache, ctx, slot, moved or nearest, now, sequence_len)
         finally:
             ctx.put_slot(slot)

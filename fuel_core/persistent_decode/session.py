@@ -58,6 +58,7 @@ class Reason(enum.Enum):
     WEIGHTS_EPOCH = "weights_epoch"
     MASK_STRUCTURE = "mask_structure"
     ROPE_STRUCTURE = "rope_structure"
+    ROPE_LENGTH = "rope_length"
     STRUCTURE = "structure"
     REPOINT_REFUSED = "repoint_refused"
     TOPOLOGY_CHANGED = "topology_changed"

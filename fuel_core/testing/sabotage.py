@@ -200,7 +200,7 @@ def _doubled_position() -> None:
     _patch(
         token_data,
         "build_rope_tables",
-        lambda original: lambda plan, start, seq: original(plan, start + (start > 0), seq),
+        lambda original: lambda plan, start, seq, *more: original(plan, start + (start > 0), seq, *more),
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import torch
 from torch import nn
 
 from fuel_core.backbone import DecodeBackbone
-from fuel_core.layers import Embedding, Linear
+from fuel_core.layers import Embedding, ExpertLinear, Linear
 from fuel_core.layers.weight_formats import FORMATS
 from fuel_core.persistent_decode import InferenceContext, forward_with_kv_context
 from fuel_core.testing.registry import check, fail
@@ -126,12 +126,20 @@ def _effective(case: Case, model: DecodeBackbone) -> DecodeBackbone:
         for name, module in model.named_modules():
             if isinstance(module, Linear):
                 weight = module.weight_format.matmul(torch.eye(module.in_features), module, None).t()
+            elif isinstance(module, ExpertLinear):
+                eye = torch.eye(module.in_features)
+                ones = [module.one(_nth(number)) for number in range(module.n_experts)]
+                weight = torch.stack([one.weight_format.matmul(eye, one, None).t() for one in ones])
             elif isinstance(module, Embedding):
                 weight = module.weight_format.lookup(torch.arange(module.num_embeddings)[None], module)[0]
             else:
                 continue
             modules[name].weight = nn.Parameter(weight.contiguous(), requires_grad=False)
     return plain
+
+
+def _nth(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda stack: stack[number]
 
 
 @check()
