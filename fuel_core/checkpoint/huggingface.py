@@ -130,8 +130,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
         path = self._files[name]
         handle = self._open.get(path)
-        with reading(path):
-            self._check_unchanged(path, opened=handle is not None)
+        if handle is None or _size(path) < self._states[path].size:  # the common case is one call to the system
+            with reading(path):
+                self._check_unchanged(path, opened=handle is not None)
         try:
             if handle is None:
                 handle = self._open[path] = safe_open(path, framework="pt", device="cpu")
@@ -386,6 +387,14 @@ class _State(NamedTuple):
     def of(cls, path: Path) -> _State:
         stat = path.stat()
         return cls(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, -1 where there is none any more."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return -1
 
 
 def _checked_header(path: Path) -> bytes:
