@@ -42,7 +42,7 @@ class FakeBuilds:
         self.recordings: dict[str, Recording] = {}
         self.change: Callable[[Tensor], Tensor] | None = None
         self.fail: str | None = None
-        self.library = compiled.Library()
+        self.library = compiled.CodeInProcess()
         monkeypatch.setattr(compiled, "compiler", lambda: "/usr/bin/c++")
         monkeypatch.setattr(build_job, "start", self.start)
         monkeypatch.setattr(lowering, "load", self.load)

@@ -282,6 +282,6 @@ def test_a_layout_nobody_knows_is_not_read(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_kernels_that_disagree_are_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ops, "_agrees", lambda half: False)
-    monkeypatch.setattr(build, "library", lambda: Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+    monkeypatch.setattr(build, "shared_object", lambda: Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
     with pytest.warns(UserWarning, match="torch's own ops are used"):
         assert ops._load() == (False, 0)

@@ -3,5 +3,5 @@
 from fuel_core.native import build
 
 if __name__ == "__main__":
-    build.library(patience=None)
+    build.shared_object(patience=None)
     print(build.status())

@@ -19,7 +19,7 @@ import torch
 
 from fuel_core.code_cache import CacheUnusable, CodeCache, compiler
 
-__all__ = ["library", "prepare", "status"]
+__all__ = ["prepare", "shared_object", "status"]
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
@@ -102,7 +102,7 @@ def prepare() -> None:
         _running = _Build(process, folder, key)
 
 
-def library(patience: float | None = _PATIENCE) -> Path | None:
+def shared_object(patience: float | None = _PATIENCE) -> Path | None:
     """The built kernels, None where there are none; waits ``patience`` seconds for a compiler (None: until it ends)."""
     global _running, _problem
     prepare()

@@ -128,7 +128,7 @@ def _decided() -> tuple[bool, int]:
 def _load() -> tuple[bool, int]:
     # Decided inside a step that may be recording or watched: none of it belongs to the step.
     with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-        path = build.library()
+        path = build.shared_object()
         if path is None:
             return False, 0
         try:

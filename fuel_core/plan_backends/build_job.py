@@ -146,7 +146,7 @@ def build(cache: CodeCache, wanted: dict[str, Any], folder: Path) -> None:
     from fuel_core.plan_backends.lowering import LoweringError, bound_of, load, lower, worst_error
 
     # What was recorded on the kernels is lowered and compared on them; nobody waits for this process.
-    native.build.library(patience=None)
+    native.build.shared_object(patience=None)
     native.is_active()
     began = time.perf_counter()
     about: dict[str, Any] = {"core": __version__, "kind": "code"}

@@ -26,7 +26,7 @@ from fuel_core.plan_backends.recording import ProgramSegment, Recording, StepPro
 from fuel_core.plan_backends.segments import HIDDEN, Segment, SegmentBinding
 from fuel_core.token_data import StepSymbols
 
-__all__ = ["BuiltCode", "CompiledPlan", "Library", "NativeCode"]
+__all__ = ["BuiltCode", "CodeInProcess", "CompiledPlan", "NativeCode"]
 
 log = logging.getLogger("fuel.code")
 
@@ -165,7 +165,7 @@ class BuiltCode:
 
 
 @dataclass
-class Library:
+class CodeInProcess:
     """The code of this process: what is loaded, what was refused, and the one build that may be running."""
 
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -421,4 +421,4 @@ def builds_allowed() -> bool:
     return os.environ.get("FUEL_COMPILE", "1").lower() not in ("0", "off", "no", "false")
 
 
-LIBRARY = Library()
+LIBRARY = CodeInProcess()

@@ -21,7 +21,7 @@ def _kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
     from fuel_core import native
     from fuel_core.native import build
 
-    library = build.library(patience=None)
+    library = build.shared_object(patience=None)
     if library is not None and native.is_active():
         cache = tmp_path_factory.getbasetemp() / "fuel-cache"
         cache.mkdir(mode=0o700)
