@@ -1,4 +1,4 @@
-"""Every class of the error tree, met as a user or a family's author meets it: one line with expected, found, next step."""
+"""Every class of the error tree, met as a user or an author meets it: one line with expected, found and next step."""
 
 from __future__ import annotations
 
