@@ -386,7 +386,7 @@ class KvCache:
         if self.specs != other.specs or self.dtype != other.dtype:
             found = "other specs" if self.specs != other.specs else f"{self.dtype} and {other.dtype}"
             raise GeometryError(
-                f"KvCache.copy_prefix_from: caches of equal specs and dtype expected, found {found}; allocate both alike"
+                f"KvCache.copy_prefix_from: caches of equal specs and dtype expected, found {found}; make both alike"
             )
         if type(n) is not int:
             raise CacheStateError(f"KvCache.copy_prefix_from: an integer of at least 0 expected, found {n!r}; give one")
