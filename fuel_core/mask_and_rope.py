@@ -473,7 +473,7 @@ class RopeVariant:
         """
         kind = getattr(params, "kind", None)
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise ConfigError(f"RoPE kind {kind!r} is not implemented; known kinds: {', '.join(sorted(_KINDS))}")
+            raise ConfigError(f"RoPE kind {kind!r} is not implemented; use one of {', '.join(sorted(_KINDS))}")
         divisors = getattr(params, "frequency_divisors", None)
         if divisors is not None and kind not in ("default", "linear"):
             raise ConfigError(

@@ -49,6 +49,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
 
 def test_every_example_is_listed_and_run() -> None:
     assert EXAMPLES
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (FOLDER / target).exists(), f"examples/README.md links to {target}"
     here = Path(__file__).read_text()
     for path in EXAMPLES:
         assert f"[{path.name}]({path.name})" in README, "examples/README.md lists every example"

@@ -83,7 +83,8 @@ class Conformance:
         unknown = sorted(set(self.capabilities) - set(CAPABILITIES))
         if unknown:
             raise ConformanceError(
-                f"capabilities: {', '.join(map(repr, unknown))} is no capability; known are {', '.join(CAPABILITIES)}"
+                f"capabilities: words of {', '.join(CAPABILITIES)} expected, found {', '.join(map(repr, unknown))}; "
+                "correct or leave out"
             )
         if not self.configs:
             raise ConformanceError("configs: at least one tiny config expected, found none; see docs/conformance.md")
