@@ -2,7 +2,7 @@
 
     python examples/custom_sampler.py MODEL [PROMPT]
 
-`Generation(sampler=...)` takes it in the place of the built-in choice. Nothing about plans changes: choosing a token
+Every request takes `sampler=` in the place of the built-in choice. Nothing about plans changes: choosing a token
 happens outside the model, so a sampler can be as odd as it likes and the held plan stays.
 """
 
@@ -48,23 +48,10 @@ class Typical:
 
 def main(path: str, prompt: str = "Once upon a time") -> None:
     with fuel.load(path, plan="recorded") as llm:
-        context = fuel.InferenceContext("cpu", plan="recorded")
-        cache = fuel.KvCache.with_capacity(
-            llm.backbone.layer_state_specs(), max_seq_len=64, dtype=llm.dtype, device="cpu"
-        )
         for seed in (1, 2):
-            generation = fuel.Generation(
-                llm.backbone,
-                llm.tokenizer.encode(prompt),
-                cache,
-                context,
-                max_new_tokens=24,
-                stop_token_ids=llm.stop_token_ids,
-                sampler=Typical(seed=seed),
-            )
-            ids = [token.token_id for token in generation]
-            print(f"seed {seed}: {llm.tokenizer.decode(ids)!r} ({generation.finish_reason})")
-        print(f"plans built {context.stats.plans_built}, rebinds {context.stats.rebinds}")
+            done = llm.generate(prompt, max_new_tokens=24, sampler=Typical(seed=seed))
+            print(f"seed {seed}: {done.text!r} ({done.finish_reason})")
+        print(f"plans built {llm.stats.plans_built}, rebinds {llm.stats.rebinds}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A family of one's own in one file: decode random weights with it, then run its conformance checks.
 
-    python examples/own_family.py                    # decode, then the checks (about a minute)
-    python examples/own_family.py --only contract    # decode, then one topic of them; options are those of `fuel check`
+    python examples/own_family.py             # decode, then the checks (about a minute)
+    python examples/own_family.py contract    # decode, then one topic of them
 
 "Parallel" is made up: attention and a SwiGLU MLP read the same norm and are added to the stream side by side. To give a
 family to others, put it into a package with entry points (docs/families.md); `fuel.load` then finds it by model_type.
@@ -10,7 +10,6 @@ Shape letters: B batch, T tokens of this step, D hidden, H query heads, G kv hea
 """
 
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 import fuel_core as fuel
 from fuel_core import layers
-from fuel_core.testing import Conformance, reference_oracle
+from fuel_core.testing import Conformance, reference_oracle, run_checks
 
 TINY = {
     "model_type": "parallel",
@@ -182,15 +181,6 @@ CONFORMANCE = Conformance(
 )
 
 
-def open_model(folder: Path) -> fuel.LanguageModel:
-    """What `fuel.load` does once it has found the family."""
-    checkpoint = fuel.open_checkpoint(folder)
-    with torch.device("meta"):  # shapes only: weights come from the checkpoint
-        backbone = FAMILY.build(FAMILY.resolve_config(checkpoint.raw))
-    fuel.load_weights(backbone, checkpoint, FAMILY)
-    return fuel.LanguageModel(backbone.eval().requires_grad_(False), checkpoint=checkpoint, plan="recorded")
-
-
 def decode_random_weights() -> None:
     with torch.device("meta"):
         shapes = FAMILY.build(resolve_config(fuel.RawConfig.from_config(TINY))).state_dict()
@@ -201,15 +191,20 @@ def decode_random_weights() -> None:
         save_file(
             {key: torch.randn(tensor.shape) * 0.2 for key, tensor in shapes.items()}, folder / "model.safetensors"
         )
-        with open_model(folder) as llm:
+        with fuel.load(folder, family=FAMILY, plan="recorded") as llm:  # installed or not
             done = llm.generate([3, 14, 15], max_new_tokens=12)  # no tokenizer here, so ids
             print(f"ids {done.token_ids}; plans built {done.stats.plans_built}, rebinds {done.stats.rebinds}")
 
 
-def main(*options: str) -> int:
+def main(*names: str) -> int:
+    """Decode, then run these checks, or all. `fuel check examples/own_family.py` runs them too."""
     decode_random_weights()
-    # `pytest examples/own_family.py` collects the same checks as tests.
-    return subprocess.call([sys.executable, "-m", "fuel_core", "check", __file__, *options])
+    results = run_checks(CONFORMANCE, only=names)
+    for result in results:
+        if result.outcome != "passed":
+            print(f"{result.name}: {result.outcome} {result.detail}")
+    print(f"{sum(result.outcome == 'passed' for result in results)} of {len(results)} checks passed")
+    return int(any(result.is_bad for result in results))
 
 
 if __name__ == "__main__":

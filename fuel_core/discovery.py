@@ -177,11 +177,11 @@ class Discovery:
                 records.append(FamilyRecord(name, Status.NOT_FOUND, detail=detail))
         return sorted(_mark_duplicates(records), key=lambda r: (r.name, r.distribution))
 
-    def family_for(self, checkpoint: ServedCheckpoint, prefer: str | None = None) -> Family:
+    def family_for(self, checkpoint: ServedCheckpoint, prefer: str | Family | None = None) -> Family:
         """The family that serves `checkpoint`, imported if it was not yet.
 
         `prefer` names a distribution or a family and decides where several claim the same name; it cannot make a
-        family serve a model_type it does not claim.
+        family serve a model_type it does not claim. A Family is taken without looking at what is installed.
 
         Raises FamilyNotFoundError (nobody claims it, or `prefer` matches nothing), FamilyConflictError (several do and
         nothing chooses), FamilyBrokenError (the one that should serve it is incompatible or does not import). What
@@ -192,6 +192,14 @@ class Discovery:
             what, word = "GGUF architecture", checkpoint.gguf_architecture
         else:
             what, word = "model_type", checkpoint.model_type
+        if isinstance(prefer, Family):
+            served = prefer.gguf_architectures if what[0] == "G" else prefer.model_types
+            if word not in served:
+                raise FamilyNotFoundError(
+                    f"family: {prefer.name} serves {what} {', '.join(served) or 'nothing'}, the checkpoint states "
+                    f"{word!r}; give another family, or add the name to this one"
+                )
+            return prefer
         records = self.records()
         for record in records:
             if record.status is Status.NOT_FOUND:
@@ -217,13 +225,13 @@ class Discovery:
                 + ("; `fuel families --load` shows the traceback" if imported else "")
             )
         found = [loaded.families[r.name] for r in chosen if r.name in loaded.families]
-        served = [family.gguf_architectures if what[0] == "G" else family.model_types for family in found]
-        for family, words in zip(found, served, strict=True):
+        claimed = [family.gguf_architectures if what[0] == "G" else family.model_types for family in found]
+        for family, words in zip(found, claimed, strict=True):
             if word in words:
                 return family
         raise FamilyBrokenError(
             f"{record.package} publishes {what} {word!r} for family {record.name!r}, but the Family it registers "
-            f"serves {', '.join(w for words in served for w in words) or 'nothing'}: its metadata and its "
+            f"serves {', '.join(w for words in claimed for w in words) or 'nothing'}: its metadata and its "
             f"code disagree; install another version of {record.distribution}, or tell its author"
         )
 
@@ -350,7 +358,7 @@ def _cause(error: BaseException) -> str:
 _process_wide = Discovery()
 
 
-def family_for(checkpoint: ServedCheckpoint, prefer: str | None = None) -> Family:
+def family_for(checkpoint: ServedCheckpoint, prefer: str | Family | None = None) -> Family:
     """`Discovery.family_for` on the process-wide instance."""
     return _process_wide.family_for(checkpoint, prefer)
 

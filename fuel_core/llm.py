@@ -30,11 +30,13 @@ from fuel_core.errors import (
     GenerationError,
     TokenizerError,
 )
+from fuel_core.families import Family
 from fuel_core.generation import (
     PREFILL_CHUNK,
     FinishReason,
     GeneratedToken,
     Generation,
+    Sampler,
     SamplingParams,
     StopStrings,
     TokenLogprob,
@@ -96,7 +98,7 @@ def load(
     max_seq_len: int | None = None,
     plan: str = "auto",
     device: str | torch.device = "cpu",
-    family: str | None = None,
+    family: str | Family | None = None,
     threads: int | None = None,
     prefill_chunk: int | None = None,
 ) -> LanguageModel:
@@ -110,7 +112,8 @@ def load(
     - `max_seq_len`: fixes the capacity of every KV cache, in positions; None starts small and doubles up to the
       model's limit.
     - `plan`: "auto", "off", "recorded", "compiled" or "cuda_graph".
-    - `family`: the family or distribution to use where several claim the checkpoint.
+    - `family`: the family or distribution to use where several claim the checkpoint; or a Family itself, which need
+      not be installed.
     - `threads`: torch's number of CPU threads; a setting of the whole process.
     - `prefill_chunk`: how many prompt tokens run at once (None: 512). Memory follows it; results do not.
 
@@ -120,9 +123,10 @@ def load(
     _at_least_one("max_seq_len", max_seq_len)
     _at_least_one("threads", threads)
     _at_least_one("prefill_chunk", prefill_chunk)
-    if family is not None and not isinstance(family, str):
+    if family is not None and not isinstance(family, str | Family):
         raise ConfigError(
-            f"family: the name of a family or distribution expected, found {family!r:.80}; see `fuel families`"
+            f"family: the name of a family or distribution, or a Family, expected, found {family!r:.80}; see "
+            "`fuel families`"
         )
     if threads is not None:
         torch.set_num_threads(threads)
@@ -178,6 +182,8 @@ class RequestOptions(TypedDict, total=False):
     """Stands in for the call's defaults; single keywords still win over it."""
     stop: str | Sequence[str] | None
     """Strings that end the text; none of a stop string is returned."""
+    sampler: Sampler | None
+    """Chooses each token, `(logits, token_ids) -> id`, in the place of all sampling keywords but `logprobs`."""
     ignore_eos: bool
     """Go on past the ids that end a reply; stop strings and limits still end it."""
     on_progress: Callable[[int, int], None] | None
@@ -278,6 +284,7 @@ class _Request:
     stop: str | Sequence[str]
     ignore_eos: bool
     on_progress: Callable[[int, int], None] | None
+    sampler: Sampler | None
     whole: bool
     """Whether the reply is a text of its own (chat) rather than the continuation of one."""
 
@@ -709,6 +716,8 @@ class LanguageModel:
         - `temperature` (0, greedy, by default), `top_k`, `top_p`, `min_p`, `repetition_penalty`, `frequency_penalty`,
           `presence_penalty`, `logit_bias`, `seed`, `logprobs`, or `sampling`, a SamplingParams that holds them: see
           `SamplingParams`.
+        - `sampler`: a function of one's own from logits and ids to the next id, in the place of all of these but
+          `logprobs`: see `Sampler`. With `n` it chooses for every completion, one after the other.
         - `stop`: strings that end the text; none of a stop string is returned. `ignore_eos`: go on past ids that end
           a reply.
         - `on_progress(done, total)`: called with prompt tokens while a prompt is computed.
@@ -948,8 +957,19 @@ class LanguageModel:
             raise GenerationError(
                 f"sampling: a SamplingParams expected, found {type(sampling).__name__}; pass SamplingParams(...)"
             )
+        sampler = options.get("sampler")
+        if sampler is not None:
+            if not callable(sampler):
+                raise GenerationError(
+                    f"sampler: a function of (logits, token_ids) expected, found {sampler!r:.80}; pass one"
+                )
+            beside = sorted({*given, *(() if sampling is None else ("sampling",))} - {"logprobs"})
+            if beside:
+                raise GenerationError(
+                    f"sampler: expected to choose alone, found {', '.join(beside)} beside it; leave one of them out"
+                )
         if sampling is None:
-            sampling = self.published_sampling if whole else SamplingParams()
+            sampling = self.published_sampling if whole and sampler is None else SamplingParams()
         sampling = replace(sampling, **given)
         sampling.check_vocab(self.backbone.decode_dims().vocab)
         given_stop = options.get("stop")
@@ -972,6 +992,7 @@ class LanguageModel:
             stop,
             bool(options.get("ignore_eos", False)),
             on_progress,
+            sampler,
             whole,
         )
 
@@ -1000,6 +1021,7 @@ class LanguageModel:
                 max_new_tokens=_NO_LIMIT if request.max_new_tokens is None else request.max_new_tokens,
                 stop_token_ids=frozenset() if request.ignore_eos else self._stop_ids,
                 sampling=sampling,
+                sampler=request.sampler,
                 grow=lambda cache: self._grow(slot, cache),
                 prefill_chunk=self.prefill_chunk,
                 on_progress=request.on_progress if worker is None else worker.progress(request.on_progress),

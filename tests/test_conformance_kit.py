@@ -24,7 +24,7 @@ from fuel_core.testing.locate import declaration_of
 from fuel_core.testing.mutations import sabotage
 from fuel_core.testing.oracles import record_golden, tiny_weights
 from fuel_core.testing.registry import MANIFEST, Check, checks, require
-from fuel_core.testing.runner import Unit, run, run_unit, units
+from fuel_core.testing.runner import Unit, run_checks, run_unit, units
 from fuel_core.testing.toy import CONFORMANCE
 from fuel_core.testing.workspace import Workspace
 
@@ -151,7 +151,10 @@ def test_a_format_without_a_bound_fails_by_name(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setitem(FORMATS, "int3", FORMATS["f32"])
     (result,) = (
-        r for r in run(declared(configs={"plain": CONFORMANCE.configs["plain"]}), only=["correctness.weight_formats"])
+        r
+        for r in run_checks(
+            declared(configs={"plain": CONFORMANCE.configs["plain"]}), only=["correctness.weight_formats"]
+        )
     )
     assert "weight format 'int3' has no bound" in result.detail
 
@@ -196,14 +199,14 @@ def test_a_golden_file_answers_what_it_was_asked_and_nothing_else(tmp_path: Path
     small = declared(configs={"windowed": CONFORMANCE.configs["windowed"]})
     assert record_golden(small, path, only=only) == 1
     golden = dataclasses.replace(small, oracle=golden_oracle(path))
-    assert [r.outcome for r in run(golden, only=only)] == ["passed", "passed"]
+    assert [r.outcome for r in run_checks(golden, only=only)] == ["passed", "passed"]
     with pytest.raises(ConformanceError, match="holds no logits of 'windowed'"):
-        run(golden, only=["correctness.windows_crossed_twice"])
+        run_checks(golden, only=["correctness.windows_crossed_twice"])
     other = dataclasses.replace(golden, configs={"windowed": {**small.configs["windowed"], "sliding_window": 6}})
     with pytest.raises(ConformanceError, match="holds no config 'windowed' as it is declared now"):
-        run(other, only=only)
+        run_checks(other, only=only)
     with pytest.raises(ConformanceError, match="no such file"):
-        run(dataclasses.replace(small, oracle=golden_oracle(tmp_path / "none")), only=only)
+        run_checks(dataclasses.replace(small, oracle=golden_oracle(tmp_path / "none")), only=only)
 
 
 def test_a_failing_family_writes_no_golden_file(tmp_path: Path) -> None:

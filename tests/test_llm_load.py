@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from plugin_site import Site
 from toy_backbone import reference, toy
-from toy_family import install_toy_family, write_toy_checkpoint
+from toy_family import TOY_FAMILY, install_toy_family, write_toy_checkpoint
 
 from fuel_core import llm as facade
 from fuel_core.errors import (
@@ -56,6 +57,15 @@ def test_load_reads_stop_ids_and_template(folder: Path) -> None:
     assert llm.stop_token_ids == {65}
     assert llm.tokenizer.bos_token_id == 64
     assert llm.chat("w5", max_new_tokens=2).usage.prompt_tokens == 3
+
+
+def test_load_takes_a_family_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUEL_FAMILIES", "")
+    llm = load(write_toy_checkpoint(tmp_path / "toy"), family=TOY_FAMILY, plan="recorded")
+    assert llm.generate([1, 2, 3], 4).stats.plans_built == 1
+    other = replace(TOY_FAMILY, name="other", model_types=("zebra", "okapi"))
+    with pytest.raises(FamilyNotFoundError, match=r"other serves model_type zebra, okapi, .* states 'toy'; give"):
+        load(tmp_path / "toy", family=other)
 
 
 @pytest.mark.parametrize("word", ["float32", "f32", "F32", torch.float32])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from toy_backbone import latent_toy
 from toy_llm import BOS, byte_level, make
 
 from fuel_core.checkpoint.tokenizer_source import TokenizerSource
+from fuel_core.conversation import Conversation
 from fuel_core.errors import BackendUnavailableError, ChatTemplateError, ConfigError, GenerationError
 from fuel_core.generation import SamplingParams
 from fuel_core.llm import LanguageModel
@@ -38,6 +40,63 @@ def published(**generation_config: Any) -> LanguageModel:
 
 
 # -- sampling ----------------------------------------------------------------------------------------
+
+
+class _Third:
+    """Takes the third highest logit, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, logits: torch.Tensor, token_ids: Sequence[int]) -> int:
+        self.seen.append([*token_ids])
+        return int(logits.topk(3).indices[2])
+
+
+def test_sampler_of_ones_own_chooses_every_token_of_every_kind_of_request() -> None:
+    llm = published(do_sample=True, temperature=5.0)
+    third = _Third()
+    done = llm.generate("hello", 5, sampler=third, logprobs=3)
+    prompt = llm.tokenizer.encode("hello")
+    assert third.seen == [[*prompt, *done.token_ids[:i]] for i in range(5)]
+    assert done.logprobs is not None
+    assert [told.top[2].token_id for told in done.logprobs] == done.token_ids
+    assert done.token_ids != llm.generate("hello", 5).token_ids
+    assert done.seed is None
+    assert [piece.token_id for piece in llm.stream("hello", 5, sampler=third)] == done.token_ids
+    assert [one.token_ids for one in llm.generate("hello", 5, n=2, sampler=third)] == [done.token_ids] * 2
+    # What a chat would draw with is published, and gives way as well.
+    asked = llm._request(5, {"sampler": third}, whole=True)
+    assert asked.sampling == SamplingParams()
+    assert asked.sampler is third
+    talk = Conversation(llm)
+    assert talk.send("hello", 5, sampler=third).token_ids == llm.chat("hello", 5, sampler=third).token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampler": 3}, r"^sampler: a function of \(logits, token_ids\) expected, found 3; pass one$"),
+        ({"sampler": _Third(), "temperature": 1.0, "seed": 0}, "expected to choose alone, found seed, temperature"),
+        ({"sampler": _Third(), "sampling": SamplingParams()}, "expected to choose alone, found sampling beside it"),
+        ({"sampler": lambda logits, ids: None}, "^sampler: a token id expected, found None; return an int$"),
+        ({"sampler": lambda logits, ids: 0.5}, "a token id expected, found 0.5"),
+        ({"sampler": lambda logits, ids: -1}, r"a token id in 0\.\.\d+ expected, found -1; return one of these"),
+        ({"sampler": lambda logits, ids: logits.numel()}, "expected, found"),
+    ],
+)
+def test_sampler_that_cannot_choose_is_named_and_costs_the_model_nothing(options: Any, message: str) -> None:
+    llm = published()
+    with pytest.raises(GenerationError, match=message):
+        llm.generate("hello", 5, **options)
+    assert len(llm.generate("hello", 5).token_ids) == 5
+
+
+def test_sampler_may_return_what_torch_returns() -> None:
+    llm = published()
+    done = llm.generate("hello", 5, sampler=lambda logits, ids: logits.argmax())
+    assert done.token_ids == llm.generate("hello", 5).token_ids
+    assert all(type(token_id) is int for token_id in done.token_ids)
 
 
 def test_generate_is_greedy_unless_told_otherwise() -> None:

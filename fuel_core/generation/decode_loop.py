@@ -53,7 +53,7 @@ class Generation:
     (`cached_tokens`), except that the last prompt token always is, since its logits are needed. The sequence may not
     touch `cache` in between from elsewhere.
 
-    - `sampling`: how tokens are chosen (greedy by default); `sampler` replaces the choice itself.
+    - `sampling`: how tokens are chosen (greedy by default); `sampler` replaces the choice itself (`Sampler`).
     - `prefill_chunk`: most prompt tokens that run at once (2 at least; one more where a single token would be left
       over, which would be a decode step). Memory for a prompt follows the chunk, results do not.
     - `on_progress(done, total)`: called with prompt tokens after each chunk; an exception from it ends the step, and
@@ -155,7 +155,8 @@ class Generation:
     def step(self) -> GeneratedToken | None:
         """Generate the next token; None once the generation is finished.
 
-        Raises what `forward_decode_step` and the sampler raise (DecodeError, NonFiniteLogitsError), and
+        Raises what `forward_decode_step` and the sampler raise (DecodeError, NonFiniteLogitsError), GenerationError for
+        what a sampler returns that is no id of the vocabulary, and
         CacheStateError when the cache was used elsewhere since the last step.
         """
         if self.finish_reason is not None:
@@ -165,7 +166,7 @@ class Generation:
             self._logits = (len(self._ids), self._decode() if settled else self._catch_up())
         logits = self._logits[1]
         with span("fuel.sampling"):
-            token_id = self._sampler(logits, self._ids)
+            token_id = _checked_choice(self._sampler(logits, self._ids), self._vocab)
         logprob = None if self.sampling.logprobs is None else token_logprob(logits, token_id, self.sampling.logprobs)
         index = len(self._ids) - self._prompt_len
         reason: FinishReason | None = None
@@ -319,6 +320,17 @@ def check_max_new_tokens(max_new_tokens: object) -> None:
         raise GenerationError(
             f"max_new_tokens: a whole number of at least 1 expected, found {max_new_tokens!r}; give one"
         )
+
+
+def _checked_choice(token_id: object, vocab: int) -> int:
+    """What a sampler returned, as an id. An int, or an integer tensor of one element."""
+    try:
+        chosen = operator.index(token_id)  # type: ignore[arg-type]
+    except TypeError:
+        raise GenerationError(f"sampler: a token id expected, found {token_id!r:.80}; return an int") from None
+    if not 0 <= chosen < vocab:
+        raise GenerationError(f"sampler: a token id in 0..{vocab - 1} expected, found {chosen}; return one of these")
+    return chosen
 
 
 def _checked_ids(token_ids: Sequence[int], vocab: int) -> list[int]:

@@ -14,9 +14,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fuel_core.testing.declaration import CAPABILITIES, Conformance
-from fuel_core.testing.oracles import golden_oracle, reference_oracle, transformers_oracle
+from fuel_core.testing.oracles import golden_oracle, record_golden, reference_oracle, transformers_oracle
+from fuel_core.testing.runner import Result, run_checks
 
-__all__ = ["CAPABILITIES", "Conformance", "Sabotage", "golden_oracle", "reference_oracle", "transformers_oracle"]
+__all__ = [
+    "CAPABILITIES",
+    "Conformance",
+    "Result",
+    "Sabotage",
+    "golden_oracle",
+    "record_golden",
+    "reference_oracle",
+    "run_checks",
+    "transformers_oracle",
+]
 
 
 @dataclass(frozen=True)

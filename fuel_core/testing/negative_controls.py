@@ -27,7 +27,7 @@ from fuel_core import DecodeDims, DecodeLayerInputs, Family, KeyValue, MaskPlan,
 from fuel_core.testing import toy
 from fuel_core.testing.declaration import Conformance
 from fuel_core.testing.registry import checks
-from fuel_core.testing.runner import run
+from fuel_core.testing.runner import run_checks
 from fuel_core.testing.toy import CONFORMANCE, ToyAttention, ToyBackbone, ToyConfig, ToyLayer, ToyMLP, ToyModel
 
 __all__ = ["CONTROLS", "Control", "main", "table"]
@@ -899,7 +899,7 @@ def _per_config(name: str) -> bool:
 def failures(control: Control) -> list[str]:
     """What the named check says of a wrong family; empty if it notices nothing."""
     declaration = control.declaration(whole=not _per_config(control.caught_by))
-    return [result.detail for result in run(declaration, only=[control.caught_by]) if result.is_bad]
+    return [result.detail for result in run_checks(declaration, only=[control.caught_by]) if result.is_bad]
 
 
 def table(found: Mapping[str, str]) -> str:

@@ -271,10 +271,10 @@ def record_golden(declaration: Any, path: str | Path, only: Sequence[str] = ()) 
 
     from safetensors.torch import save_file
 
-    from fuel_core.testing.runner import run
+    from fuel_core.testing.runner import run_checks
 
     recorder = _Recorder(declaration.oracle)
-    results = run(dataclasses.replace(declaration, oracle=recorder), only=only)
+    results = run_checks(dataclasses.replace(declaration, oracle=recorder), only=only)
     failed = [result.name for result in results if result.is_bad]
     if failed:
         raise ConformanceError(

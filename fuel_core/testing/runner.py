@@ -16,7 +16,7 @@ from fuel_core.testing.registry import OPTIONAL, Check, CheckFailed, CheckSkippe
 if TYPE_CHECKING:
     from fuel_core.testing.workspace import Workspace
 
-__all__ = ["Result", "Unit", "run", "run_unit", "units"]
+__all__ = ["Result", "Unit", "run_checks", "run_unit", "units"]
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,18 @@ def _told(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def run(
+def run_checks(
     declaration: Conformance,
     *,
     optional: bool = False,
     only: Sequence[str] = (),
     report: Callable[[Result], None] | None = None,
 ) -> list[Result]:
-    """Run a declaration's checks in this process."""
+    """Run a declaration's checks in this process, offline; one `Result` for each check and config.
+
+    `optional`: the optional ones as well. `only`: names of checks, or topics. `report`: called with each result as it
+    comes. Raises ConformanceError for a declaration that cannot be used and for names that there are not.
+    """
     from fuel_core.testing.workspace import Workspace
 
     chosen = units(declaration, optional=optional, only=only)

@@ -178,7 +178,7 @@ for name in modules:
     found = pathlib.Path(importlib.import_module(name).__file__)
     assert pathlib.Path(target) in found.parents, f"{name} comes from {found}, not from the wheel"
 from fuel_core.testing.locate import declaration_of
-from fuel_core.testing.runner import run
-results = run(declaration_of(family), only=["contract", "correctness.held_steps"])
+from fuel_core.testing.runner import run_checks
+results = run_checks(declaration_of(family), only=["contract", "correctness.held_steps"])
 sys.exit("; ".join(f"{r.name}: {r.detail}" for r in results if r.is_bad) or 0)
 """
