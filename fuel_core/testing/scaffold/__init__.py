@@ -91,8 +91,8 @@ def names_of(asked: str, model_type: str | None = None) -> Names:
     name = _plain(asked)
     if not _NAME.match(name) or len(name) > _LONGEST:
         raise NewFamilyError(
-            f"new-family: a name of up to {_LONGEST} letters a to z, digits and single dashes expected, beginning with a "
-            f"letter, found {asked!r}; {_suggestion(asked)}"
+            f"new-family: a name of up to {_LONGEST} letters a to z, digits and single dashes expected, beginning with "
+            f"a letter, found {asked!r}; {_suggestion(asked)}"
         )
     names = Names(name, name if model_type is None else model_type)
     if keyword.iskeyword(name):
@@ -100,11 +100,12 @@ def names_of(asked: str, model_type: str | None = None) -> Names:
             f"new-family: a name that a module can have expected, found {asked!r}, a word of Python's own; "
             f"use another, such as '{name}-lm'"
         )
-    clash = next((f"{name}.py" for file in _TAKEN_FILES if file == name), None)
-    clash = clash or next((n for c in _CLASSES if (n := names.class_name + c) in fuel_core.__all__), None)
-    if clash is not None:
+    taken = [f"{name}.py"] if name in _TAKEN_FILES else []
+    # `raw` would call its config RawConfig, which the model file imports from the core.
+    taken += [made for ending in _CLASSES if (made := names.class_name + ending) in fuel_core.__all__]
+    if taken:
         raise NewFamilyError(
-            f"new-family: a name of its own expected, found {asked!r}, whose package would have a second {clash}; "
+            f"new-family: a name of its own expected, found {asked!r}, whose package would have two {taken[0]}; "
             f"use another, such as '{name}-lm'"
         )
     if not _MODEL_TYPE.match(names.model_type):
@@ -189,7 +190,7 @@ def _words(names: Names) -> dict[str, str]:
 
 
 def _in_order(need: Requirement) -> str:
-    """">=2.13,<3", as people write it: metadata has the parts in another order."""
+    """ ">=2.13,<3", as people write it: metadata has the parts in another order."""
     return ",".join(sorted(map(str, need.specifier), key=lambda part: part.startswith("<")))
 
 
