@@ -190,7 +190,7 @@ def _words(names: Names) -> dict[str, str]:
 
 
 def _in_order(need: Requirement) -> str:
-    """ ">=2.13,<3", as people write it: metadata has the parts in another order."""
+    """As people write it, ">=2.13,<3": metadata has the parts in another order."""
     return ",".join(sorted(map(str, need.specifier), key=lambda part: part.startswith("<")))
 
 
