@@ -25,6 +25,7 @@ A message names what was expected, what was found and what to do next, in one li
     ├── ConversationError              a saved conversation that cannot be read or written
     ├── BackendUnavailableError        the plan backend asked for cannot run here
     ├── ConformanceError               a family's declaration to the conformance kit cannot be used
+    ├── NewFamilyError                 a new family package cannot be written: its name, or the folder for it
     └── GenerationError                generation parameters or logits that cannot be used
         └── NonFiniteLogitsError       NaN or infinite logits where a token had to be chosen
 """
@@ -50,6 +51,7 @@ __all__ = [
     "FuelError",
     "GenerationError",
     "GeometryError",
+    "NewFamilyError",
     "NonFiniteLogitsError",
     "PlanError",
     "RecordingError",
@@ -118,6 +120,10 @@ class ConversationError(FuelError):
 
 class ConformanceError(FuelError):
     """A declaration to the conformance kit is misspelt, incomplete, or lacks its oracle."""
+
+
+class NewFamilyError(FuelError):
+    """A new family package cannot be written: its name cannot be used, or the folder for it cannot. Nothing was."""
 
 
 class DecodeError(FuelError):

@@ -106,12 +106,12 @@ class Plugin:
         return folder
 
 
-def build_wheels(plugins: Iterable[Plugin], folder: Path, *, core: bool = True) -> Path:
-    """Build each plugin, and the core, into `folder`/wheels; returns that folder."""
+def build_wheels(plugins: Iterable[Plugin], folder: Path, *, core: bool = True, projects: Iterable[Path] = ()) -> Path:
+    """Build each plugin, each of the `projects` that exist, and the core, into `folder`/wheels; returns that folder."""
     wheels = folder / "wheels"
     wheels.mkdir(parents=True)
-    projects = [plugin.write(folder / "projects" / f"{plugin.distribution}-{plugin.version}") for plugin in plugins]
-    _run([sys.executable, "-c", _BUILD, wheels, *([ROOT] if core else []), *projects])
+    written = [plugin.write(folder / "projects" / f"{plugin.distribution}-{plugin.version}") for plugin in plugins]
+    _run([sys.executable, "-c", _BUILD, wheels, *([ROOT] if core else []), *written, *projects])
     return wheels
 
 

@@ -25,6 +25,7 @@ from fuel_core import cli, errors
 from fuel_core.persistent_decode import rebind_and_realize_prebuilt
 from fuel_core.testing import Conformance
 from fuel_core.testing import toy as kit
+from fuel_core.testing.scaffold import names_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -211,6 +212,10 @@ def a_plan_backend_of_another_release(ground: Ground) -> None:
 
 def a_capability_that_is_misspelt(ground: Ground) -> None:
     replace(kit.CONFORMANCE, capabilities={"ropes"})
+
+
+def a_new_family_that_no_module_can_be_called(_: Ground) -> None:
+    names_of("my zebra")
 
 
 def a_declaration_without_configs(ground: Ground) -> None:
@@ -402,6 +407,14 @@ CASES = [
         "at least one tiny config expected",
         "found none",
         "see docs/conformance.md",
+    ),
+    Case(
+        errors.NewFamilyError,
+        a_new_family_that_no_module_can_be_called,
+        "a name of up to 24 letters .* expected",
+        "found 'my zebra'",
+        "use 'my-zebra'",
+        ("new-family", "my zebra"),
     ),
     Case(
         errors.GenerationError,

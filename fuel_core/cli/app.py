@@ -14,6 +14,7 @@ from fuel_core.cli.doctor import doctor
 from fuel_core.cli.families import families
 from fuel_core.cli.generate import generate
 from fuel_core.cli.inspect import inspect
+from fuel_core.cli.new_family import new_family
 
 __all__ = ["app", "command"]
 
@@ -35,6 +36,7 @@ app.command(name="compile", rich_help_panel=EXTEND)(compile_model)
 app.command(rich_help_panel=LOOK)(doctor)
 app.command(rich_help_panel=EXTEND)(families)
 app.command(rich_help_panel=EXTEND)(check)
+app.command(name="new-family", rich_help_panel=EXTEND)(new_family)
 
 
 @app.callback(invoke_without_command=True)
