@@ -6,6 +6,7 @@ Conventions of the documents, all of them invisible or natural when read:
   code span under a heading of the third level.
 - ``<!-- fragment: why -->`` above a Python block says that it cannot run by itself. Any other Python block of a page
   runs, in order, in one namespace.
+- A Python block that stands word for word in a file of ``examples/`` or ``plugins/`` is an excerpt: it is tested there.
 - ``<!-- output -->`` above a block: what the Python block before it prints. ``...`` stands for anything.
 - ``<!-- run -->`` above a block that begins with ``$ fuel``: the command is run, and the rest is what it prints.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,7 @@ _FENCE = re.compile(r"^ *(`{3,})(.*)$")
 _MARK = re.compile(r"^<!-- *(\w+)(?:: *(.*?))? *-->$")
 
 
-# -- blocks of code ------------------------------------------------------------------------------------------------
+# -- blocks of code ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def blocks(text: str) -> list[Block]:
             number += 1
         marked = _MARK.match(lines[first - 2].strip()) if first >= 2 else None
         mark, reason = (marked[1], marked[2]) if marked else (None, None)
-        body = "\n".join(lines[first:number]) + "\n"
+        body = textwrap.dedent("\n".join(lines[first:number]) + "\n")
         found.append(Block(first, opening[2].strip(), body, mark, reason))
         number += 1
     return found
@@ -75,8 +77,17 @@ def without_code(text: str) -> str:
     return "\n".join(kept)
 
 
-def block_complaints(text: str) -> list[str]:
-    """Python that neither runs nor says why not, and marks that nothing understands."""
+def is_excerpt(block: Block, sources: Iterable[str]) -> bool:
+    """Whether the block's lines stand in a source in this order, without others between; indentation aside."""
+    return any(_unindented(block.text) in source for source in map(_unindented, sources))
+
+
+def _unindented(text: str) -> str:
+    return "\n" + "\n".join(line.strip() for line in text.strip().splitlines()) + "\n"
+
+
+def block_complaints(text: str, sources: Iterable[str] = ()) -> list[str]:
+    """Python that neither runs nor says why not, and marks that nothing understands. sources: see ``is_excerpt``."""
     found = []
     for block in blocks(text):
         if block.mark not in (None, "fragment", "output", "run"):
@@ -86,7 +97,7 @@ def block_complaints(text: str) -> list[str]:
         if block.language.startswith("python"):
             if block.language != "python":
                 found.append(f"line {block.line}: language 'python' expected, found {block.language!r}")
-            if block.mark != "fragment":
+            if block.mark != "fragment" and not is_excerpt(block, sources):
                 try:
                     parse(block.text, block.line)
                 except SyntaxError as error:
@@ -105,7 +116,7 @@ def matches(expected: str, found: str) -> bool:
     return re.fullmatch(pattern, found.strip(), re.DOTALL) is not None
 
 
-# -- links -----------------------------------------------------------------------------------------------------------
+# -- links ------------------------------------------------------------------------------------------------------------
 
 
 def slug(heading: str) -> str:
@@ -140,7 +151,7 @@ def dead_links(path: Path, text: str) -> list[str]:
 
 
 def sections(text: str, level: int = 3) -> dict[str, str]:
-    """Heading of one level (without backticks) -> what stands under it, up to the next heading of that level or above."""
+    """Heading of one level, without backticks -> what stands under it, up to the next of that level or above."""
     found: dict[str, str] = {}
     name = None
     fence = None
@@ -226,7 +237,7 @@ def _is_property(member: object) -> bool:
     return isinstance(member, property) or type(member).__name__ == "cached_property"
 
 
-# -- files and what stands in them ---------------------------------------------------------------------------------------
+# -- files and what stands in them ------------------------------------------------------------------------------------
 
 
 def place_complaints(root: Path, text: str) -> list[str]:
@@ -245,14 +256,16 @@ def place_complaints(root: Path, text: str) -> list[str]:
 def _defines(path: Path, dotted: str) -> bool:
     nodes: Sequence[ast.stmt] = ast.parse(path.read_text()).body
     for part in dotted.split("."):
-        named = [n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and n.name == part]
+        named = [
+            n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and n.name == part
+        ]
         if not named:
             return False
         nodes = named[-1].body
     return True
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command ------------------------------------------------------------------------------------------------------
 
 
 def command_complaints(text: str, options: Mapping[str, set[str]]) -> list[str]:

@@ -72,8 +72,8 @@ def _family_conflict(tmp_path: Path, site: Site) -> None:
 
 
 def _family_broken(tmp_path: Path, site: Site) -> None:
-    site.install("fuel-zebra", family="zebra", source="raise ImportError('no stripes')\n")
-    family_for(fuel.open_checkpoint(_folder(tmp_path, model_type="zebra")))
+    site.install("fuel-quagga", family="quagga", source="raise ImportError('no stripes')\n")
+    family_for(fuel.open_checkpoint(_folder(tmp_path, model_type="quagga")))
 
 
 def _tokenizer(tmp_path: Path, site: Site) -> None:
