@@ -140,7 +140,7 @@ def dead_links(path: Path, text: str) -> list[str]:
             continue
         place, _, anchor = target.partition("#")
         file = path.parent / place if place else path
-        if not file.exists():
+        if place and not file.exists():
             found.append(f"{target}: no such file")
         elif anchor and anchor not in anchors(text if not place else file.read_text()):
             found.append(f"{target}: no such heading")

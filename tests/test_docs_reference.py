@@ -305,6 +305,26 @@ def test_published_counters_are_fields_of_the_page() -> None:
     assert set(fuel_core.DecodeStats().as_dict()) <= set(shown)
 
 
+AUTHORS_WORDS = {
+    "D1", "D2", "activation dtype", "backbone", "baked", "bound", "bound field", "capability", "capacity", "checkpoint",
+    "component", "context", "device-offset path", "disposition", "event", "family", "family API", "hand-over", "hook",
+    "instance id", "alloc id", "model_type", "native code", "offset", "oracle", "packed", "plan", "plan backend",
+    "re-point", "rebind", "recording", "regime", "replan", "rotated width", "sabotage", "session", "shape key", "slot",
+    "source", "spec", "state spec", "structure", "structure key", "symbol path", "tied", "validity", "variant",
+    "weight format", "weights epoch", "window", "window start",
+}  # fmt: skip
+
+
+def test_glossary_has_the_words_of_the_pages_and_no_word_twice() -> None:
+    words = re.findall(r"^\| \*\*([^*]+)\*\* \|", _page("glossary.md"), re.MULTILINE)
+    assert len(words) == len(set(words))
+    assert sorted(AUTHORS_WORDS - set(words)) == []
+    others = " ".join(page.read_text() for page in PAGES if page.name != "glossary.md").lower()
+    for word in words:
+        spellings = (word, word.replace("-", ""), word.replace(" ", "_"), word.replace(" ", "."), word[:-1])
+        assert any(spelling.lower() in others for spelling in spellings), f"no page uses {word!r}"
+
+
 def test_components_of_both_keys_are_documented() -> None:
     section = sections(_page("decode-plans.md"), 2)["What is in the key"]
     first, second = section.split("The session's key")
