@@ -48,7 +48,8 @@ from fuel_core.cli.app import command
 from fuel_core.families import FamilyHooks
 from fuel_core.generation import FinishReason, GeneratedToken, TokenLogprob
 from fuel_core.llm import TextPiece, Usage
-from fuel_core.persistent_decode import SessionKey
+from fuel_core.persistent_decode.session import SessionKey
+from fuel_core.testing.registry import MANIFEST
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -356,6 +357,18 @@ def test_commands_in_documents_exist(document: Path) -> None:
         for verb, parsed in top.commands.items()
     }
     assert command_complaints(document.read_text(), options) == []
+
+
+def test_checks_named_in_the_pages_exist() -> None:
+    known = {f"{topic}.{name}" for topic, names in MANIFEST.items() for name in names}
+    named = {
+        span
+        for page in PAGES
+        for span in re.findall(rf"`((?:{'|'.join(MANIFEST)})\.[a-z_]+)`", page.read_text())
+        if span.count("_") > 1
+    }
+    assert "contract.fixtures_can_see" in named
+    assert named <= known
 
 
 def test_every_decision_is_listed() -> None:
