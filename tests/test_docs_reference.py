@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +49,7 @@ from fuel_core.cli.app import command
 from fuel_core.families import FamilyHooks
 from fuel_core.generation import FinishReason, GeneratedToken, TokenLogprob
 from fuel_core.llm import TextPiece, Usage
+from fuel_core.native import build
 from fuel_core.persistent_decode.session import SessionKey
 from fuel_core.testing.registry import MANIFEST
 
@@ -394,6 +396,15 @@ def test_python_runs_or_says_why_not(document: Path) -> None:
     assert block_complaints(document.read_text(), SOURCES) == []
 
 
+def _cache_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No native code that another test had made, but the kernels, so that nothing starts a compiler."""
+    library = build.shared_object()
+    folder.mkdir(mode=0o700)
+    if library is not None:
+        shutil.copytree(library.parent, folder / library.parent.parent.name / library.parent.name)
+    monkeypatch.setenv("FUEL_CACHE", str(folder))
+
+
 _PLACES = re.compile(r"path/to/(?:checkpoint|model\.gguf)")
 
 
@@ -405,7 +416,7 @@ _PLACES = re.compile(r"path/to/(?:checkpoint|model\.gguf)")
 def test_examples_run_and_print_what_is_shown(
     document: Path, site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FUEL_CACHE", str(tmp_path / "cache"))  # no code that another test left there
+    _cache_of_its_own(tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
     install_toy_family(site)
     model = str(write_toy_checkpoint(tmp_path / "toy", template=TURNS))
