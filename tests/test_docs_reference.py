@@ -54,6 +54,13 @@ from fuel_core.persistent_decode.session import SessionKey
 from fuel_core.testing.registry import MANIFEST
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def _is_ours(path: Path) -> bool:
+    """Not in a folder that a tool made, such as `.pytest_cache`."""
+    return not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+
+
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 DOCUMENTS = [
@@ -61,13 +68,14 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     *PAGES,
     *sorted(ROOT.glob("plugins/*/README.md")),
-    *sorted(ROOT.glob("examples/**/*.md")),
-    *sorted(ROOT.glob("benchmarks/**/*.md")),
+    *sorted(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.md") if _is_ours(path)),
 ]
 WITH_EXAMPLES = [ROOT / "README.md", *PAGES]
 
 # Files whose excerpts pages may show, because their own tests run them.
-SOURCES = [p.read_text() for folder in ("examples", "plugins") for p in sorted((ROOT / folder).rglob("*.py"))]
+SOURCES = [
+    p.read_text() for folder in ("examples", "plugins") for p in sorted((ROOT / folder).rglob("*.py")) if _is_ours(p)
+]
 
 # Named in the index before it is there; harmless once it is.
 TO_COME = {"writing-a-family.md"}
