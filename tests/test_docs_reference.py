@@ -37,8 +37,8 @@ from doc_checks import (
     signature,
     slug,
 )
-from error_examples import EXAMPLES
 from plugin_site import Site
+from test_errors import BASES, CASES, Ground
 from toy_backbone import toy
 from toy_family import TURNS, install_toy_family, write_toy_checkpoint
 
@@ -276,34 +276,23 @@ def test_every_error_is_documented_with_what_it_is_a_kind_of() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(errors.__all__))
-def test_error_message_in_the_page_is_what_the_code_prints(name: str, tmp_path: Path, site: Site) -> None:
-    shown = blocks(sections(_page("errors.md"))[name])
-    if name not in EXAMPLES:
-        assert shown == []
-        assert not re.search(rf"raise {name}\(", "".join(p.read_text() for p in (ROOT / "fuel_core").rglob("*.py")))
-        return
-    with pytest.raises(getattr(errors, name)) as raised:
-        EXAMPLES[name](tmp_path, site)
-    assert type(raised.value) is getattr(errors, name)
-    (block,) = shown
-    found = str(raised.value).replace(str(tmp_path), "PATH")
-    assert "\n" not in found
-    assert matches(block.text, found), found
-
-
-def test_every_kind_of_error_ends_the_command_with_the_documented_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_error_message_in_the_page_is_what_the_code_prints(
+    name: str, tmp_path: Path, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = [getattr(errors, name) for name in errors.__all__]
-
-    def fail(*_: object, **__: object) -> None:
-        raise kinds[0]("expected this, found that; do this")
-
-    monkeypatch.setattr("fuel_core.llm.load", fail)
-    while kinds:
-        assert cli.main(["generate", "MODEL", "text"]) == 2
-        assert capsys.readouterr().err == "fuel: expected this, found that; do this\n"
-        kinds.pop(0)
+    shown = blocks(sections(_page("errors.md"))[name])
+    kind = getattr(errors, name)
+    case = next((case for case in CASES if case.raises is kind), None)
+    if case is None:
+        assert kind in BASES
+        assert shown == []
+        return
+    install_toy_family(site)
+    ground = Ground(write_toy_checkpoint(tmp_path / "toy"), site, monkeypatch)
+    with pytest.raises(kind) as raised:
+        case.when(ground)
+    found = str(raised.value).replace(str(tmp_path), "PATH")
+    (block,) = shown
+    assert matches(block.text, found), found
 
 
 def test_finish_reasons_are_documented() -> None:

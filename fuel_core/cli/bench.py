@@ -84,7 +84,9 @@ def bench(
     from fuel_core.llm import load
 
     if plan == "off":
-        raise ConfigError("bench compares --plan with every step fresh: expected auto or a plan backend, found 'off'")
+        raise ConfigError(
+            "bench compares --plan with every step fresh: expected auto or a plan backend, found 'off'; leave it out"
+        )
     llm = load(
         model,
         weights=weights,

@@ -45,7 +45,7 @@ def inspect(
 
     cache_dtype = None if dtype == "auto" else canonical_dtype(dtype)
     if dtype != "auto" and cache_dtype is None:
-        raise ConfigError(f"dtype: expected auto, float32, bfloat16 or float16, found {dtype!r}")
+        raise ConfigError(f"dtype: expected auto, float32, bfloat16 or float16, found {dtype!r}; name one of them")
     with open_checkpoint(model) as checkpoint:
         chosen = family_for(checkpoint, family)
         spec = chosen.resolve_config(checkpoint.raw)
