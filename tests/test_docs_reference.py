@@ -44,7 +44,7 @@ from toy_family import TURNS, install_toy_family, write_toy_checkpoint
 
 import fuel_core
 from fuel_core import cli, errors, layers
-from fuel_core.checkpoint import LoadReport, RopeParameters
+from fuel_core.checkpoint import LoadReport, RopeParameters, published
 from fuel_core.cli.app import command
 from fuel_core.families import FamilyHooks
 from fuel_core.generation import FinishReason, GeneratedToken, TokenLogprob
@@ -216,6 +216,14 @@ def test_reader_and_raw_config_are_documented_with_their_signatures() -> None:
     shown = [name for name in first_column(_page("config.md")) if re.fullmatch(r"RawConfig\.\w+", name)]
     properties = [f"RawConfig.{name}" for name in public_properties(fuel_core.RawConfig)]
     assert list_complaints("RawConfig", shown, properties) == []
+
+
+def test_translations_of_gguf_files_are_documented() -> None:
+    section = sections(_page("config.md"))["Names in GGUF files"]
+    assert dict(re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|$", section, re.MULTILINE)) == published.table("gguf_keys")
+    spans = set(re.findall(r"`([^`\n]+)`", section))
+    names = published.table("checkpoint_names")
+    assert {*names["whole_model"], *names["per_block"], *published.permuted_architectures()} <= spans
 
 
 # -- names, errors, statistics, keys ----------------------------------------------------------------------------------
