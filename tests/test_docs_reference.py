@@ -368,12 +368,7 @@ def test_commands_in_documents_exist(document: Path) -> None:
 
 def test_checks_named_in_the_pages_exist() -> None:
     known = {f"{topic}.{name}" for topic, names in MANIFEST.items() for name in names}
-    named = {
-        span
-        for page in PAGES
-        for span in re.findall(rf"`((?:{'|'.join(MANIFEST)})\.[a-z_]+)`", page.read_text())
-        if span.count("_") > 1
-    }
+    named = {span for page in PAGES for span in re.findall(rf"`((?:{'|'.join(MANIFEST)})\.[a-z_]+)`", page.read_text())}
     assert "contract.fixtures_can_see" in named
     assert named <= known
 
