@@ -18,7 +18,7 @@ P ?= fuel-llama
 CORE ?= wheel
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage fuzz clean
+.PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage fuzz docs clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -128,6 +128,10 @@ sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests ea
 
 fuzz: $(VENV)/.test ## 10,000 mutated headers and 2,000 mutated configs: only our errors, each within a second
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_files.py $(ARGS)
+
+docs: $(VENV)/.installed ## a site of docs/, in build/site; the pages are plain Markdown without it
+	$(PIP) -e '.[docs]'
+	$(BIN)/mkdocs build --strict
 
 clean: ## remove the environments and what builds left behind
 	rm -rf $(VENV) $(WHEEL_VENV) $(PEERS_VENV) build dist plugins/*/build plugins/*/dist

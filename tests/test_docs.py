@@ -1,12 +1,13 @@
-"""Docs that would drift without a test: reasons, statuses, the file tree and the settings."""
+"""Docs that would drift without a test: reasons, statuses, the file tree, settings, options.
+
+The reference pages, links and examples are in test_docs_reference.py.
+"""
 
 from __future__ import annotations
 
 import re
 from enum import Enum
 from pathlib import Path
-
-import pytest
 
 import fuel_core
 from fuel_core.cli.app import command
@@ -43,15 +44,6 @@ def test_readme_file_tree_names_every_part_of_the_core() -> None:
     }
     assert here - {"__main__.py"} <= shown
     assert {name for name in shown if name.endswith(".py")} <= here
-
-
-@pytest.mark.parametrize(
-    "document", ["README.md", "CONTRIBUTING.md", *sorted(p.name for p in (ROOT / "docs").glob("*.md"))]
-)
-def test_links_between_documents_lead_somewhere(document: str) -> None:
-    path = ROOT / document if (ROOT / document).exists() else ROOT / "docs" / document
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), f"{document} links to {target}"
 
 
 def test_settings_in_the_readme_are_the_ones_the_code_reads() -> None:
