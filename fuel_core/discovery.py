@@ -746,7 +746,15 @@ def _refuse(what: str, word: str, claims: list[FamilyRecord], records: list[Fami
             raise FamilyNotFoundError(
                 f"{record.package} handles {what} {word!r}, but family {record.name!r} is {record.detail}; add it there"
             )
+    # Imported here: a listing needs no checkpoint, and must not wait for what reads one.
+    from fuel_core.checkpoint.published import family_package
+
+    package = family_package(word, gguf=what[0] == "G")
+    if package is None:
+        next_step = "Families are separate packages: see docs/families.md"
+    else:
+        there = any(_canonical(record.distribution) == package for record in records)
+        next_step = f"{package} does: pip install {'--upgrade ' if there else ''}{package}"
     raise FamilyNotFoundError(
-        f"No installed family handles {what} {word!r} (installed: {_installed(records)}). "
-        f"Families are separate packages: see docs/families.md"
+        f"No installed family handles {what} {word!r} (installed: {_installed(records)}). {next_step}"
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from plugin_site import GOOD_MODULE, Asked, Site, imported
 
+from fuel_core.checkpoint import published
 from fuel_core.discovery import Discovery, FamilyRecord, FamilyWarning, Status
 from fuel_core.errors import FamilyBrokenError, FamilyConflictError, FamilyNotFoundError
 
@@ -77,6 +78,21 @@ def test_family_for_matches_a_model_type_exactly_and_lists_what_is_installed(sit
     assert repr(model_type) in str(caught.value)
     assert "zebra (fuel-zebra 2.1) for zebra" in str(caught.value)
     assert "docs/families.md" in str(caught.value)
+
+
+@pytest.mark.parametrize(("package", "names"), published.table("families").items())
+def test_family_that_is_published_and_not_installed_is_named_with_the_pip_line(
+    site: Site, package: str, names: dict[str, list[str]]
+) -> None:
+    site.install("fuel-zebra", family="zebra")
+    asked = [*map(Asked, names["model_types"]), *(Asked(gguf_architecture=w) for w in names["gguf_architectures"])]
+    for each in asked:
+        with pytest.raises(FamilyNotFoundError, match=rf"fuel-zebra 1\.0.*\. {package} does: pip install {package}$"):
+            Discovery().family_for(each)
+    # An older release of it, which does not claim the name yet.
+    site.install(package, "0.0.1", family="older")
+    with pytest.raises(FamilyNotFoundError, match=f"{package} does: pip install --upgrade {package}$"):
+        Discovery().family_for(asked[0])
 
 
 def test_family_for_without_a_model_type_says_what_is_missing(site: Site) -> None:
