@@ -21,11 +21,13 @@ from fuel_core.checkpoint.weights import LoadReport, load_weights, outline_weigh
 from fuel_core.layers.packed_formats import TensorRows
 from fuel_core.layers.weight_formats import FORMATS
 
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
-def _decoder(tied: bool = False) -> ToyDecoder:
+
+def _decoder(tied: bool = False, width: int = 160) -> ToyDecoder:
     """The decoder of the checkpoint tests, of layers that take every format."""
     with torch.device("meta"):
-        module = ToyDecoder(resolve({**TINY, "tie_word_embeddings": tied}), bias=True)
+        module = ToyDecoder(resolve({**TINY, "tie_word_embeddings": tied, "intermediate_size": width}), bias=True)
         for parent in list(module.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):
@@ -97,18 +99,18 @@ def test_a_gguf_file_is_outlined_as_it_is_loaded(stored: Q, tied: bool, weights:
 
 
 def test_what_auto_measured_is_taken_from_who_knows_it(tmp_path: Path) -> None:
-    tensors = tensors_for(_decoder())
+    tensors = tensors_for(_decoder(width=512))
     # One number far above the others of its row: int8 loses the others, and auto keeps bfloat16 instead.
-    tensors["lm_head.weight"][:, 0] = 60.0
-    path = write_gguf(tmp_path / "m.gguf", tensors, stored=Q.Q8_0)
-    loaded, outlined, blind = _decoder(), _decoder(), _decoder()
+    tensors[DOWN][:, 0] = 40.0
+    path = write_gguf(tmp_path / "m.gguf", tensors, stored=Q.Q8_0, config={**TINY, "intermediate_size": 512})
+    loaded, outlined, blind = (_decoder(width=512) for _ in range(3))
     with open_checkpoint(path) as checkpoint:
         report = load_weights(loaded, checkpoint)
         found = outline_weights(outlined, checkpoint, known=report.formats)
         outline_weights(blind, checkpoint)
     assert _look(outlined) == _look(loaded)
     assert found == replace(report, seconds=0.0, errors={})
-    assert report.formats["lm_head.weight"] == "bf16"
+    assert report.formats[DOWN] == "bf16"
     assert _look(blind) != _look(loaded)
 
 
