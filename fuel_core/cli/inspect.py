@@ -280,7 +280,8 @@ def _memory_table(report: dict[str, Any]) -> Table:
     weights, cache, plan = memory["weights"], memory["kv_cache"], memory["held_plan"]
     made = table(f"memory for {cache['max_seq_len']} positions", "", "")
     guess = "; what auto would measure counts as int8" if any(entry["or"] for entry in report["weights"]) else ""
-    formats = {("norms and biases" if word == "other" else word): size for word, size in weights["by_format"].items()}
+    other = "norms, biases, routers" if any(layer["experts"] for layer in report["layers"]) else "norms and biases"
+    formats = {(other if word == "other" else word): size for word, size in weights["by_format"].items()}
     made.add_row("weights", _short(weights["bytes"]), _sizes(formats) + guess)
     tied = {"head": f"{', '.join(taker for taker, _ in weights['tied'])} tied"} if weights["tied"] else {}
     for part, size in weights["parts"].items():
