@@ -189,7 +189,9 @@ class PersistentDecodeModel(nn.Module, ABC):
     @mask_plan.setter
     def mask_plan(self, plan: MaskPlan) -> None:
         if not isinstance(plan, MaskPlan):
-            raise ConfigError(f"{self.decode_family()}: mask_plan must be a MaskPlan, found {type(plan).__name__}")
+            raise ConfigError(
+                f"{self.decode_family()}: mask_plan must be a MaskPlan, found {type(plan).__name__}; assign one"
+            )
         self._check_layers("mask_plan", plan.n_layers)
         self._plan_override["mask"] = plan
 
@@ -202,7 +204,9 @@ class PersistentDecodeModel(nn.Module, ABC):
     @rope_plan.setter
     def rope_plan(self, plan: RopePlan) -> None:
         if not isinstance(plan, RopePlan):
-            raise ConfigError(f"{self.decode_family()}: rope_plan must be a RopePlan, found {type(plan).__name__}")
+            raise ConfigError(
+                f"{self.decode_family()}: rope_plan must be a RopePlan, found {type(plan).__name__}; assign one"
+            )
         self._check_layers("rope_plan", plan.n_layers)
         head_dim = self.decode_dims().head_dim
         if head_dim is not None and plan.width > head_dim:
@@ -215,7 +219,10 @@ class PersistentDecodeModel(nn.Module, ABC):
     def _check_layers(self, what: str, n_layers: int) -> None:
         expected = len(self.layer_state_specs())
         if n_layers != expected:
-            raise GeometryError(f"{self.decode_family()}: {what} covers {n_layers} layers, the model has {expected}")
+            raise GeometryError(
+                f"{self.decode_family()}: {what} covers {n_layers} layers, the model has {expected}; "
+                f"make one for {expected}"
+            )
 
     def reconfigure(self, **bound: Any) -> None:
         """Change bound config fields on the live model: held plans follow without a rebuild.
@@ -227,7 +234,10 @@ class PersistentDecodeModel(nn.Module, ABC):
         names = {field.name for field in dataclasses.fields(config)}
         for name in bound:
             if name not in names:
-                raise ConfigError(f"{self.decode_family()}: reconfigure() knows no field {name!r}")
+                raise ConfigError(
+                    f"{self.decode_family()}: reconfigure() of a bound field expected, found {name!r}; bound fields "
+                    f"are {sorted(self.decode_bound_fields())}"
+                )
             if name not in self.decode_bound_fields():
                 raise ConfigError(
                     f"{self.decode_family()}: field {name!r} is baked into plans and cannot be changed on a live "

@@ -84,14 +84,16 @@ class CodeCache:
     def check(self) -> None:
         """Raise CacheUnusable unless the folder is absent, or a folder that this user alone can write to."""
         if fcntl is None:
-            raise CacheUnusable(f"{self.root}: file locks are expected, and this system has none")
+            raise CacheUnusable(f"{self.root}: file locks expected, found a system without them; use plan='recorded'")
         for folder in (self.root, self._folder):
             try:
                 found = folder.stat()
             except FileNotFoundError:
                 continue
             except OSError as error:
-                raise CacheUnusable(f"{folder}: expected a folder, found {_why(error)}") from error
+                raise CacheUnusable(
+                    f"{folder}: expected a folder, found {_why(error)}; set FUEL_CACHE to another place"
+                ) from error
             if not stat.S_ISDIR(found.st_mode):
                 raise CacheUnusable(f"{folder}: expected a folder, found a file; set FUEL_CACHE to another place")
             if found.st_uid != os.geteuid():
@@ -199,7 +201,9 @@ class CodeCache:
                     raise
             _sync_folder(self._folder)
         except OSError as error:
-            raise CacheUnusable(f"{self.root}: expected room to keep code in, found {_why(error)}") from error
+            raise CacheUnusable(
+                f"{self.root}: expected room to keep code in, found {_why(error)}; free some, or set FUEL_CACHE"
+            ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         self._evict(keep=key)
@@ -255,7 +259,9 @@ class CodeCache:
             folder.mkdir(mode=0o700, exist_ok=True)
             handle = os.open(folder / key, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise CacheUnusable(f"{folder}: expected a place for locks, found {_why(error)}") from error
+            raise CacheUnusable(
+                f"{folder}: expected a place for locks, found {_why(error)}; set FUEL_CACHE to another place"
+            ) from error
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
@@ -269,7 +275,9 @@ class CodeCache:
         try:
             folder = Path(tempfile.mkdtemp(prefix=".build-", dir=self._folder))
         except OSError as error:
-            raise CacheUnusable(f"{self.root}: expected room to build in, found {_why(error)}") from error
+            raise CacheUnusable(
+                f"{self.root}: expected room to build in, found {_why(error)}; free some, or set FUEL_CACHE"
+            ) from error
         try:
             yield folder
         finally:

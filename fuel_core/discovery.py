@@ -224,7 +224,7 @@ class Discovery:
         raise FamilyBrokenError(
             f"{record.package} publishes {what} {word!r} for family {record.name!r}, but the Family it registers "
             f"serves {', '.join(w for words in served for w in words) or 'nothing'}: its metadata and its "
-            "code disagree"
+            f"code disagree; install another version of {record.distribution}, or tell its author"
         )
 
     def load_all(self, *, strict: bool = False) -> list[FamilyRecord]:
@@ -240,14 +240,14 @@ class Discovery:
             if loaded.error:
                 message = f"family plugin {record.package} was skipped: {loaded.error}"
                 if strict:
-                    raise FamilyBrokenError(message)
+                    raise FamilyBrokenError(f"{message}; `fuel families --load` shows the traceback")
                 self._warn(message)
         return self.records()
 
     def _warn(self, message: str) -> None:
         """Say it once; with FUEL_STRICT=1 raise FamilyBrokenError every time."""
         if strict_setting():
-            raise FamilyBrokenError(f"{message} (an error because of FUEL_STRICT=1)")
+            raise FamilyBrokenError(f"{message} (an error because of FUEL_STRICT=1); mend it, or unset FUEL_STRICT")
         with self._lock:
             if message in self._warned:
                 return
@@ -311,15 +311,15 @@ def _families_of(plugin: object, name: str) -> dict[str, Family]:
 
     def register(family: Family) -> None:
         if not isinstance(family, Family):
-            raise FamilyBrokenError(f"register() takes a fuel_core.Family, found {type(family).__name__}")
+            raise FamilyBrokenError(f"register() takes a fuel_core.Family, found {type(family).__name__}; pass it one")
         if family.name in found:
-            raise FamilyBrokenError(f"family {family.name!r} is registered twice")
+            raise FamilyBrokenError(f"family {family.name!r} is registered twice; call register() once for each")
         found[family.name] = family
 
     manager.hook.register_families(register=register)
     if not found:
         raise FamilyBrokenError(
-            "it registers no family: expected a @hookimpl register_families(register) that calls register"
+            "it registers no family: expected a @hookimpl register_families(register) that calls register; found none"
         )
     # A copy: a plugin that kept `register` cannot add to what was checked.
     return dict(found)
@@ -393,7 +393,9 @@ def _preferences() -> dict[str, str]:
             continue
         name, equals, distribution = part.partition("=")
         if not equals or not name.strip() or not distribution.strip():
-            raise FamilyConflictError(f"FUEL_PREFER: expected NAME=DISTRIBUTION, found {part.strip()!r}")
+            raise FamilyConflictError(
+                f"FUEL_PREFER: expected NAME=DISTRIBUTION, found {part.strip()!r}; correct the setting"
+            )
         chosen[name.strip()] = distribution.strip()
     return chosen
 
@@ -623,7 +625,8 @@ def _records_of(distribution: importlib_metadata.IDistribution, name: str, versi
                 (),
                 tuple(sorted({word for word, m in claims[_MODEL_TYPES] if m == module})),
                 tuple(sorted({word for word, m in claims[_GGUF_ARCHITECTURES] if m == module})),
-                f"claims names for module {module!r}, which no fuel_core.families.v{FAMILY_API} entry point names",
+                f"claims names for module {module!r}, which no fuel_core.families.v{FAMILY_API} entry point names; "
+                f"install another version of {name}, or tell its author",
             )
         )
     return records
@@ -687,7 +690,7 @@ def _choose(
         if not named:
             raise FamilyNotFoundError(
                 f"family={prefer!r} names no installed family or distribution that handles {what} {word!r} "
-                f"(installed: {_installed(records)})"
+                f"(installed: {_installed(records)}); name one of these, or install the package"
             )
         usable = named
     if not usable:

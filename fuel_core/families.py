@@ -76,20 +76,23 @@ class Family:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise FamilyBrokenError(f"Family.name must be a non-empty string, found {self.name!r}")
+            raise FamilyBrokenError(f"Family.name must be a non-empty string, found {self.name!r}; give it one")
         for label in ("model_types", "gguf_architectures"):
             words = getattr(self, label)
             # A bare string is a sequence of one-letter strings: the usual slip, and silent without this check.
             if not isinstance(words, tuple) or not all(isinstance(word, str) and word for word in words):
                 raise FamilyBrokenError(
-                    f"Family {self.name!r}: {label} must be a tuple of non-empty strings, found {words!r}"
+                    f"Family {self.name!r}: {label} must be a tuple of non-empty strings, found {words!r}; "
+                    "write ('name',)"
                 )
         if not self.model_types and not self.gguf_architectures:
             raise FamilyBrokenError(f"Family {self.name!r} serves no model_type and no GGUF architecture; name one")
         for label in ("resolve_config", "build"):
             value = getattr(self, label)
             if not callable(value):
-                raise FamilyBrokenError(f"Family {self.name!r}: {label} must be callable, found {value!r}")
+                raise FamilyBrokenError(
+                    f"Family {self.name!r}: {label} must be callable, found {value!r}; pass a function"
+                )
 
 
 class FamilyHooks:

@@ -40,10 +40,12 @@ class StateSlot:
     def __post_init__(self) -> None:
         if self.kind not in ("positional", "rolling"):
             raise GeometryError(
-                f"state slot {self.name!r}: kind must be 'positional' or 'rolling', found {self.kind!r}"
+                f"state slot {self.name!r}: kind must be 'positional' or 'rolling', found {self.kind!r}; choose one"
             )
         if any(n < 1 for n in self.shape):
-            raise GeometryError(f"state slot {self.name!r}: every size must be at least 1, found {self.shape}")
+            raise GeometryError(
+                f"state slot {self.name!r}: every size must be at least 1, found {self.shape}; correct it"
+            )
 
     def buffer_shape(self, batch: int, max_seq_len: int) -> tuple[int, ...]:
         """Shape of the buffer for ``batch`` rows and ``max_seq_len`` positions."""
@@ -77,7 +79,7 @@ class KeyValue:
 
     def __post_init__(self) -> None:
         if self.n_kv_heads < 1 or self.head_dim < 1:
-            raise GeometryError(f"KeyValue: n_kv_heads and head_dim must be at least 1, found {self}")
+            raise GeometryError(f"KeyValue: n_kv_heads and head_dim must be at least 1, found {self}; correct it")
 
     @property
     def slots(self) -> tuple[StateSlot, ...]:
@@ -94,7 +96,7 @@ class Slots:
     def __post_init__(self) -> None:
         names = [slot.name for slot in self.slots]
         if not names or len(set(names)) != len(names):
-            raise GeometryError(f"Slots: one or more slots with different names expected, found {names}")
+            raise GeometryError(f"Slots: one or more slots with different names expected, found {names}; rename")
 
 
 LayerStateSpec = KeyValue | Slots
@@ -132,14 +134,23 @@ class KvCache:
     ) -> None:
         self.specs: tuple[LayerStateSpec, ...] = tuple(specs)
         if not self.specs:
-            raise GeometryError("KvCache: at least one layer state spec expected, found none")
+            raise GeometryError(
+                "KvCache: at least one layer state spec expected, found none; pass model.layer_state_specs()"
+            )
         if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
-            raise CapacityError(f"KvCache: max_seq_len must be an integer of at least 1, found {max_seq_len!r}")
+            raise CapacityError(
+                f"KvCache: max_seq_len must be an integer of at least 1, found {max_seq_len!r}; give one"
+            )
         wrong = [spec for spec in self.specs if not isinstance(spec, KeyValue | Slots)]
         if wrong:
-            raise GeometryError(f"KvCache: layer state specs (KeyValue or Slots) are expected, found {wrong[0]!r}")
+            raise GeometryError(
+                f"KvCache: layer state specs (KeyValue or Slots) are expected, found {wrong[0]!r}; "
+                "pass model.layer_state_specs()"
+            )
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise GeometryError(f"KvCache: a floating-point torch dtype is expected, found {dtype!r}")
+            raise GeometryError(
+                f"KvCache: a floating-point torch dtype is expected, found {dtype!r}; use torch.float32"
+            )
         self.max_seq_len = max_seq_len
         self.dtype = dtype
         # Resolved once: "cuda" and "cuda:0" are one place, and tensors only ever report the latter.
@@ -286,12 +297,14 @@ class KvCache:
         or device differ from the layer's spec, and for tensors of inference mode, which no step could write.
         """
         if not 0 <= layer_idx < self.n_layers:
-            raise GeometryError(f"KvCache.set_layer: layer 0..{self.n_layers - 1} expected, found {layer_idx}")
+            raise GeometryError(
+                f"KvCache.set_layer: layer 0..{self.n_layers - 1} expected, found {layer_idx}; name one of them"
+            )
         spec = self.specs[layer_idx]
         if set(buffers) != {slot.name for slot in spec.slots}:
             raise GeometryError(
                 f"KvCache.set_layer: layer {layer_idx} keeps slots {[s.name for s in spec.slots]}, "
-                f"found {sorted(buffers)}"
+                f"found {sorted(buffers)}; pass a buffer for each"
             )
         for slot in spec.slots:
             tensor, want = buffers[slot.name], slot.buffer_shape(1, self.max_seq_len)
@@ -300,7 +313,7 @@ class KvCache:
                 raise GeometryError(
                     f"KvCache.set_layer: layer {layer_idx} slot {slot.name!r} must be contiguous {list(want)} "
                     f"{self.dtype} on {self.device}, found {list(tensor.shape)} {tensor.dtype} on {tensor.device}, "
-                    f"strides {list(tensor.stride())}"
+                    f"strides {list(tensor.stride())}; call contiguous() or allocate it so"
                 )
             if tensor.is_inference():
                 raise GeometryError(
@@ -338,7 +351,8 @@ class KvCache:
         """
         if type(n) is not int or not 0 <= n <= self._cached_len:
             raise CacheStateError(
-                f"KvCache.truncate_to: an integer in 0..cached_len ({self._cached_len}) expected, found {n!r}"
+                f"KvCache.truncate_to: an integer in 0..cached_len ({self._cached_len}) expected, found {n!r}; "
+                "only rewinding is possible"
             )
         if n == 0:
             self._reset_rolling()
@@ -370,17 +384,26 @@ class KvCache:
         ``n``.
         """
         if self.specs != other.specs or self.dtype != other.dtype:
-            raise GeometryError("KvCache.copy_prefix_from: both caches must have equal specs and dtype")
+            found = "other specs" if self.specs != other.specs else f"{self.dtype} and {other.dtype}"
+            raise GeometryError(
+                f"KvCache.copy_prefix_from: caches of equal specs and dtype expected, found {found}; make both alike"
+            )
         if type(n) is not int:
-            raise CacheStateError(f"KvCache.copy_prefix_from: an integer is expected, found {n!r}")
+            raise CacheStateError(f"KvCache.copy_prefix_from: an integer of at least 0 expected, found {n!r}; give one")
         if n > self.max_seq_len:
-            raise CapacityError(f"KvCache.copy_prefix_from: capacity {self.max_seq_len}, needed {n}")
+            raise CapacityError(
+                f"KvCache.copy_prefix_from: capacity {self.max_seq_len}, needed {n}; allocate a larger cache"
+            )
         if not 0 <= n <= other._cached_len or (other.has_rolling_state and n not in (0, other._cached_len)):
             raise CacheStateError(
-                f"KvCache.copy_prefix_from: the source holds {other._cached_len} positions, asked for {n}"
+                f"KvCache.copy_prefix_from: the source holds {other._cached_len} positions, asked for {n}; "
+                "ask for as many as it holds"
             )
         if n and other._torn:
-            raise CacheStateError("KvCache.copy_prefix_from: a failed step left the source's rolling state torn")
+            raise CacheStateError(
+                "KvCache.copy_prefix_from: a failed step left the source's rolling state torn; "
+                "clear() the source and run its ids again"
+            )
         self.ensure_storage()
         if n:
             self._torn = False
@@ -415,7 +438,7 @@ class KvCache:
     def check_room(self, n_tokens: int, where: str) -> None:
         """Refuse a step of ``n_tokens`` that this cache cannot hold, before anything is touched."""
         if n_tokens < 1:
-            raise CacheStateError(f"{where}: at least one token id expected, found none")
+            raise CacheStateError(f"{where}: at least one token id expected, found none; pass one")
         need = self._cached_len + n_tokens
         if need > self.max_seq_len:
             raise CapacityError(

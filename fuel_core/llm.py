@@ -121,7 +121,9 @@ def load(
     _at_least_one("threads", threads)
     _at_least_one("prefill_chunk", prefill_chunk)
     if family is not None and not isinstance(family, str):
-        raise ConfigError(f"family: the name of a family or distribution expected, found {family!r:.80}")
+        raise ConfigError(
+            f"family: the name of a family or distribution expected, found {family!r:.80}; see `fuel families`"
+        )
     if threads is not None:
         torch.set_num_threads(threads)
     # Words are checked before anything large is read; the context knows which devices and plan backends exist here.
@@ -417,7 +419,7 @@ class _Worker:
     def check(self) -> None:
         """Raise GenerationError once nobody waits any more."""
         if self.cancelled.is_set():
-            raise GenerationError("cancelled: nobody waits for this reply any more")
+            raise GenerationError("a reply that somebody waits for expected, found a cancelled one; ask again")
 
     def finally_do(self, function: Callable[[], None]) -> None:
         """Run `function` now, or in the thread as soon as it has finished what it is in the middle of."""
@@ -592,7 +594,9 @@ class LanguageModel:
     def tokenizer(self) -> Tokenizer:
         """The checkpoint's tokenizer. Raises TokenizerError where it has none."""
         if self._tokenizer is None:
-            raise TokenizerError(self._tokenizer_error or "this model was made without a tokenizer; pass token ids")
+            raise TokenizerError(
+                self._tokenizer_error or "tokenizer: expected one, found a model made without it; pass token ids"
+            )
         return self._tokenizer
 
     @property
@@ -883,24 +887,32 @@ class LanguageModel:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, torch.Tensor):
             if prompt.dim() != 1:
-                raise GenerationError(f"prompt: ids of shape [tokens] expected, found {list(prompt.shape)}")
+                raise GenerationError(
+                    f"prompt: ids of shape [tokens] expected, found {list(prompt.shape)}; pass one row"
+                )
             return list(prompt.tolist())
         if not isinstance(prompt, str):
             if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-                raise GenerationError(f"prompt: a text or a list of token ids expected, found {type(prompt).__name__}")
+                raise GenerationError(
+                    f"prompt: a text or a list of token ids expected, found {type(prompt).__name__}; pass one"
+                )
             return [*prompt]
         ids = self.tokenizer.encode(prompt)
         if ids:
             return ids
         if self.tokenizer.bos_token_id is None:
-            raise GenerationError("prompt: a text of at least one token expected, found none, and the model has no BOS")
+            raise GenerationError(
+                "prompt: a text of at least one token expected, found none, and the model has no BOS; give it a text"
+            )
         return [self.tokenizer.bos_token_id]
 
     def _chat_ids(self, messages: Messages, template_kwargs: Mapping[str, Any] | None) -> list[int]:
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         extra = {} if template_kwargs is None else template_kwargs
         if not isinstance(extra, Mapping) or not all(isinstance(name, str) for name in extra):
-            raise ChatTemplateError(f"template_kwargs: a mapping from names to values expected, found {extra!r:.80}")
+            raise ChatTemplateError(
+                f"template_kwargs: a mapping from names to values expected, found {extra!r:.80}; pass a dict"
+            )
         reserved = sorted({"messages", "self"}.intersection(extra))
         if reserved:
             raise ChatTemplateError(
@@ -933,21 +945,27 @@ class LanguageModel:
         }
         sampling = options.get("sampling")
         if sampling is not None and not isinstance(sampling, SamplingParams):
-            raise GenerationError(f"sampling: a SamplingParams expected, found {type(sampling).__name__}")
+            raise GenerationError(
+                f"sampling: a SamplingParams expected, found {type(sampling).__name__}; pass SamplingParams(...)"
+            )
         if sampling is None:
             sampling = self.published_sampling if whole else SamplingParams()
         sampling = replace(sampling, **given)
         sampling.check_vocab(self.backbone.decode_dims().vocab)
         given_stop = options.get("stop")
         if given_stop is not None and not isinstance(given_stop, Iterable):
-            raise GenerationError(f"stop: a text or a list of texts expected, found {given_stop!r:.80}")
+            raise GenerationError(f"stop: a text or a list of texts expected, found {given_stop!r:.80}; pass one")
         stop = () if not given_stop else given_stop if isinstance(given_stop, str) else tuple(given_stop)
         StopStrings(stop)
         on_progress = options.get("on_progress")
         if on_progress is not None and not callable(on_progress):
-            raise GenerationError(f"on_progress: a function of (done, total) expected, found {on_progress!r:.80}")
+            raise GenerationError(
+                f"on_progress: a function of (done, total) expected, found {on_progress!r:.80}; pass one"
+            )
         if self._tokenizer is None and stop:
-            raise GenerationError("stop: a tokenizer is needed to find stop strings; this model has none")
+            raise GenerationError(
+                "stop: a tokenizer to find stop strings expected, found a model without one; stop at ids instead"
+            )
         return _Request(
             max_new_tokens,
             sampling,
@@ -1003,7 +1021,7 @@ class LanguageModel:
             with self._start(ids, request, worker) as stream:
                 return _drain(stream, worker)
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise GenerationError(f"n: a whole number of at least 1 expected, found {n!r}")
+            raise GenerationError(f"n: a whole number of at least 1 expected, found {n!r}; give one")
         with self._start(ids, request, worker, replies=n) as first:
             done = [_drain(first, worker)]
             seed = done[0].seed
@@ -1119,7 +1137,7 @@ def _no_tokenizer(source: TokenizerSource) -> str:
 def _at_least_one(name: str, value: object) -> None:
     """Raise ConfigError for what is neither None nor a whole number of at least 1."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name}: a whole number of at least 1 expected, found {value!r:.80}")
+        raise ConfigError(f"{name}: a whole number of at least 1 expected, found {value!r:.80}; give one")
 
 
 def _device(device: object) -> torch.device:
@@ -1139,7 +1157,7 @@ def _dtype_word(dtype: str | torch.dtype) -> torch.dtype | None:
         return None
     found = _DTYPES.get(dtype.lower()) if isinstance(dtype, str) else dtype
     if found not in _DTYPES.values():
-        raise ConfigError(f"dtype: auto, {', '.join(_DTYPES)} expected, found {dtype!r}")
+        raise ConfigError(f"dtype: auto, {', '.join(_DTYPES)} expected, found {dtype!r}; name one of them")
     return found
 
 

@@ -45,9 +45,9 @@ _F64: TypeAlias = npt.NDArray[np.float64]
 def _count(value: object, what: str, minimum: int) -> int:
     """Return an integer of at least `minimum` as a plain int; a bool is a flag, not a count."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
-        raise ConfigError(f"{what} must be an integer, got {value!r}")
+        raise ConfigError(f"{what} must be an integer, got {value!r}; give one")
     if value < minimum:
-        raise ConfigError(f"{what} must be at least {minimum}, got {value}")
+        raise ConfigError(f"{what} must be at least {minimum}, got {value}; correct it")
     return int(value)
 
 
@@ -55,19 +55,19 @@ def _positive(value: object, what: str) -> float:
     """Return a finite number above zero as a float."""
     number = _finite(value, what)
     if number <= 0.0:
-        raise ConfigError(f"{what} must be above 0, got {value!r}")
+        raise ConfigError(f"{what} must be above 0, got {value!r}; correct it")
     return number
 
 
 def _finite(value: object, what: str) -> float:
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ConfigError(f"{what} must be a number, got {value!r}")
+        raise ConfigError(f"{what} must be a number, got {value!r}; give one")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ConfigError(f"{what} must be finite, got {value!r}")
+        raise ConfigError(f"{what} must be finite, got {value!r}; correct it")
     return number
 
 
@@ -88,13 +88,15 @@ def _assignment(per_layer: Sequence[int], n_variants: int, plan: str) -> tuple[i
 def _layer_index(layer_idx: int, n_layers: int, plan: str) -> int:
     # A negative index would quietly answer for another layer.
     if not 0 <= layer_idx < n_layers:
-        raise ConfigError(f"{plan}: no layer {layer_idx}, the plan covers {n_layers} layers")
+        raise ConfigError(f"{plan}: no layer {layer_idx}, the plan covers {n_layers} layers; name one from 0")
     return layer_idx
 
 
 def _step_range(start: int, seq: int) -> None:
     if start < 0 or seq < 1:
-        raise DecodeError(f"a step has at least one token at a position of 0 or above, got {seq} from position {start}")
+        raise DecodeError(
+            f"a step has at least one token at a position of 0 or above, got {seq} from position {start}; give it one"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,7 +290,8 @@ class RopeVariant:
             second = _frequencies(longer.inv_freq, "longer.inv_freq")
             if len(second) != len(checked):
                 raise ConfigError(
-                    f"RoPE: longer.inv_freq must have {len(checked)} frequencies, as inv_freq has, got {len(second)}"
+                    f"RoPE: longer.inv_freq must have {len(checked)} frequencies, as inv_freq has, got {len(second)}; "
+                    "give one for each pair"
                 )
         object.__setattr__(self, "longer", longer)
 
@@ -343,7 +346,7 @@ class RopeVariant:
         high = _positive(high_freq_factor, "RoPE: high_freq_factor")
         original = _positive(original_max_position_embeddings, "RoPE: original_max_position_embeddings")
         if low >= high:
-            raise ConfigError(f"RoPE: low_freq_factor must be below high_freq_factor, got {low} and {high}")
+            raise ConfigError(f"RoPE: low_freq_factor must be below high_freq_factor, got {low} and {high}; swap them")
         inv_freq = _base_frequencies(width, theta)
         turns = original * inv_freq / (2.0 * math.pi)
         kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -450,9 +453,9 @@ class RopeVariant:
         ratio = _positive(factor, "RoPE: factor")
         inv_freq = _base_frequencies(width, theta).tolist()
         if width == 2:
-            raise ConfigError("RoPE: a growing base needs a width of 4 or more, got 2")
+            raise ConfigError("RoPE: a growing base needs a width of 4 or more, got 2; use another kind")
         if ratio < 1.0:
-            raise ConfigError(f"RoPE: factor must be at least 1 for a base that grows, got {ratio}")
+            raise ConfigError(f"RoPE: factor must be at least 1 for a base that grows, got {ratio}; correct it")
         return cls(inv_freq, 1.0, StretchedBase(original, float(theta), ratio))
 
     @classmethod
@@ -470,10 +473,12 @@ class RopeVariant:
         """
         kind = getattr(params, "kind", None)
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise ConfigError(f"RoPE kind {kind!r} is not implemented; known kinds: {', '.join(sorted(_KINDS))}")
+            raise ConfigError(f"RoPE kind {kind!r} is not implemented; use one of {', '.join(sorted(_KINDS))}")
         divisors = getattr(params, "frequency_divisors", None)
         if divisors is not None and kind not in ("default", "linear"):
-            raise ConfigError(f"RoPE kind {kind!r} computes its own frequencies and takes no frequency_divisors")
+            raise ConfigError(
+                f"RoPE kind {kind!r} computes its own frequencies and takes no frequency_divisors; leave them out"
+            )
         made = _KINDS[kind](_Parameters(kind, params), width)
         if divisors is None:
             return cls(made.inv_freq, made.scale, made.longer)
@@ -498,7 +503,9 @@ class _Parameters:
     def _need(self, name: str) -> Any:
         value = getattr(self._source, name, None)
         if value is None:
-            raise ConfigError(f"RoPE kind {self._kind!r} needs {name}, which the checkpoint's config does not give")
+            raise ConfigError(
+                f"RoPE kind {self._kind!r} needs {name}, which the checkpoint's config does not give; add it"
+            )
         return value
 
     def given(self, *names: str) -> dict[str, float]:
@@ -571,17 +578,17 @@ _KINDS: Mapping[str, Callable[[_Parameters, int], RopeVariant]] = {
 def _frequencies(inv_freq: Sequence[float], what: str) -> tuple[float, ...]:
     checked = tuple(_finite(f, f"RoPE: {what}[{i}]") for i, f in enumerate(inv_freq))
     if not checked:
-        raise ConfigError(f"RoPE: {what} is empty, a variant turns at least one pair of features")
+        raise ConfigError(f"RoPE: {what} is empty, a variant turns at least one pair of features; give one a pair")
     for i, f in enumerate(checked):
         if f < 0.0:
-            raise ConfigError(f"RoPE: {what}[{i}] must not be negative, got {f!r}")
+            raise ConfigError(f"RoPE: {what}[{i}] must not be negative, got {f!r}; 0 leaves a pair unturned")
     return checked
 
 
 def _base_frequencies(width: int, theta: float) -> _F64:
     width = _count(width, "RoPE: width", 2)
     if width % 2:
-        raise ConfigError(f"RoPE: width must be even, features turn in pairs, got {width}")
+        raise ConfigError(f"RoPE: width must be even, features turn in pairs, got {width}; correct it")
     base = _positive(theta, "RoPE: theta")
     frequencies: _F64 = np.power(base, -np.arange(0, width, 2, dtype=np.float64) / width)
     return frequencies
@@ -591,7 +598,7 @@ def _divide(inv_freq: _F64, divisors: Sequence[float], what: str = "frequency_di
     if len(divisors) != len(inv_freq):
         raise ConfigError(
             f"RoPE: {what.replace('_', ' ')} must be one per rotated pair, {len(inv_freq)} for width "
-            f"{2 * len(inv_freq)}, got {len(divisors)}"
+            f"{2 * len(inv_freq)}, got {len(divisors)}; correct the list"
         )
     quotients: _F64 = inv_freq / np.array([_positive(d, f"RoPE: {what}[{i}]") for i, d in enumerate(divisors)])
     return quotients
@@ -616,7 +623,10 @@ class RopePlan:
             raise ConfigError("RopePlan: variants is empty, a plan has at least one; pass [RopeVariant.default(...)]")
         for index, variant in enumerate(variants):
             if not isinstance(variant, RopeVariant):
-                raise ConfigError(f"RopePlan: variant {index} must be a RopeVariant, got {variant!r}")
+                raise ConfigError(
+                    f"RopePlan: variant {index} must be a RopeVariant, got {variant!r}; "
+                    "make it with RopeVariant.default(...)"
+                )
         object.__setattr__(self, "variants", tuple(variants))
         object.__setattr__(self, "per_layer", _assignment(per_layer, len(variants), "RopePlan"))
 
@@ -631,7 +641,9 @@ class RopePlan:
                 )
             return cls([variant_or_theta], [0] * layers)
         if width is None:
-            raise ConfigError(f"RopePlan: theta {variant_or_theta!r} needs a width, the number of rotated features")
+            raise ConfigError(
+                f"RopePlan: theta {variant_or_theta!r} needs a width, the number of rotated features; pass width="
+            )
         return cls([RopeVariant.default(width, variant_or_theta)], [0] * layers)
 
     @classmethod

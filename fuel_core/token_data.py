@@ -85,7 +85,10 @@ class DecodeLayerInputs:
         for slot in self.state_spec.slots:
             if slot.name == name:
                 return slot
-        raise GeometryError(f"layer {self.layer_idx} keeps {[s.name for s in self.state_spec.slots]}, not {name!r}")
+        raise GeometryError(
+            f"layer {self.layer_idx} keeps {[s.name for s in self.state_spec.slots]}, found {name!r}; "
+            "name one of its slots"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -312,7 +312,7 @@ def state_of(model):
 @pytest.mark.parametrize(
     ("change", "error", "says"),
     [
-        ({"no_such_field": 1}, ConfigError, r"toy: .*knows no field .no_such_field"),
+        ({"no_such_field": 1}, ConfigError, r"toy: .*bound field expected, found .no_such_field"),
         ({"head_dim": 24}, ConfigError, r"toy: field 'head_dim' is baked.*\['rope_thetas', 'window'\]"),
         ({"window": 3, "softcap": 1.0}, ConfigError, "'softcap' is baked"),
         ({"window": 0}, ConfigError, "at least 1"),

@@ -127,7 +127,7 @@ def test_preference_that_cannot_be_followed_is_a_problem(site: Site, monkeypatch
     assert "FUEL_PREFER: zebra=acme-zebra names a distribution that publishes no family here" in problem
     assert "fuel-zebra" in problem
     monkeypatch.setenv("FUEL_PREFER", "acme-zebra")
-    assert diagnose().problems == ["FUEL_PREFER: expected NAME=DISTRIBUTION, found 'acme-zebra'"]
+    assert diagnose().problems == ["FUEL_PREFER: expected NAME=DISTRIBUTION, found 'acme-zebra'; correct the setting"]
 
 
 def test_unknown_setting_is_a_remark(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

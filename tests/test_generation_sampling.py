@@ -171,7 +171,7 @@ def test_bias_of_minus_infinity_bans_an_id_and_all_of_them_is_an_error() -> None
     assert float(distribution(logits, SamplingParams(temperature=1.0, logit_bias={1: -math.inf}))[1]) == 0.0
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, logit_bias=dict.fromkeys(range(3), -math.inf))
-        with pytest.raises(GenerationError, match="leave no token"):
+        with pytest.raises(GenerationError, match="finite logit expected, found none left"):
             TokenSampler(params, vocab=3)(logits, [])
 
 

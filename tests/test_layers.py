@@ -376,9 +376,9 @@ def test_rows_of_another_shape_are_refused_before_anything_is_written(path, shap
 
 def test_a_slot_that_the_layer_does_not_keep_is_refused():
     inputs = inputs_of([2], 1, path="symbol")
-    with pytest.raises(GeometryError, match=r"layer 4 keeps \['k', 'v'\], not 'latent'"):
+    with pytest.raises(GeometryError, match=r"layer 4 keeps \['k', 'v'\], found 'latent'"):
         layers.write_state(inputs, "latent", torch.zeros(1))
-    with pytest.raises(GeometryError, match="not 'latent'"):
+    with pytest.raises(GeometryError, match="found 'latent'"):
         layers.read_state(inputs, "latent")
 
 

@@ -388,7 +388,7 @@ def test_from_parameters_builds_each_kind(params, expected):
 
 @pytest.mark.parametrize("kind", ["banana", None, 3, "Default", ["default"]])
 def test_from_parameters_refuses_an_unknown_kind_and_lists_the_known(kind):
-    known = "is not implemented; known kinds: banded, default, dynamic, linear, longrope, yarn"
+    known = "is not implemented; use one of banded, default, dynamic, linear, longrope, yarn"
     with pytest.raises(ConfigError, match=known) as caught:
         RopeVariant.from_parameters(16, SimpleNamespace(kind=kind, theta=1e4))
     assert repr(kind) in str(caught.value)

@@ -297,7 +297,7 @@ def test_rebinding_without_a_session_is_refused():
 def test_a_session_without_buffers_is_refused():
     held = Held()
     held.slot.session.plan.detach()
-    with pytest.raises(PlanError, match="no KV buffers attached"):
+    with pytest.raises(PlanError, match="attached KV buffers expected, found none"):
         rebind_and_realize_prebuilt(held.model, [4], held.cache, held.ctx, held.slot.session)
     assert held.cache.cached_len == 2
 

@@ -94,12 +94,14 @@ class RawConfig(Mapping[str, Any]):
     def from_config(cls, config: Mapping[str, Any], *, origin: str = "config.json") -> RawConfig:
         """Merge the levels of one parsed config.json by the rule above. Raises ConfigError if it is not an object."""
         if not isinstance(config, Mapping):
-            raise ConfigError(f"{origin}: expected a JSON object, found {type(config).__name__}")
+            raise ConfigError(f"{origin}: expected a JSON object, found {type(config).__name__}; correct the file")
         nested = config.get(_NESTED)
         if nested is None:
             nested = {}
         if not isinstance(nested, Mapping):
-            raise ConfigError(f"{origin}: expected an object under {_NESTED!r}, found {type(nested).__name__}")
+            raise ConfigError(
+                f"{origin}: expected an object under {_NESTED!r}, found {type(nested).__name__}; correct it"
+            )
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for key, value in config.items():

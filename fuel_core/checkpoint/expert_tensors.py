@@ -123,7 +123,8 @@ class ExpertCheckpoint(Checkpoint):
             if info != infos[0]:
                 raise WeightsError(
                     f"{self.path}: expected experts of one shape and type, found {source.names[0]} "
-                    f"{list(infos[0].shape)} {infos[0].dtype_name} and {part} {list(info.shape)} {info.dtype_name}"
+                    f"{list(infos[0].shape)} {infos[0].dtype_name} and {part} {list(info.shape)} {info.dtype_name}; "
+                    "download the file again"
                 )
         return TensorInfo((len(infos), *infos[0].shape), infos[0].dtype_name)
 

@@ -503,7 +503,7 @@ def _named(weights: str) -> tuple[str, str]:
     word = _DTYPE_WORDS.get(weights, weights)
     if word not in WEIGHT_FORMATS:
         raise UnsupportedCheckpointError(
-            f"weights={weights!r} is not available in this release: expected one of auto, {', '.join(WEIGHT_FORMATS)}"
+            f"weights: expected one of auto, {', '.join(WEIGHT_FORMATS)}, found {weights!r}; name one of them"
         )
     return word, next((dtype for dtype, short in _DTYPE_WORDS.items() if short == word), "float32")
 

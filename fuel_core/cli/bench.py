@@ -106,7 +106,9 @@ def bench(
     from fuel_core.llm import load
 
     if plan == "off":
-        raise ConfigError("bench compares --plan with every step fresh: expected auto or a plan backend, found 'off'")
+        raise ConfigError(
+            "bench compares --plan with every step fresh: expected auto or a plan backend, found 'off'; leave it out"
+        )
     if plot is not None:
         check_plot(plot)
     llm = load(

@@ -49,7 +49,7 @@ def inspect(
     from fuel_core.llm import activation_dtype
 
     if dtype != "auto" and canonical_dtype(dtype) is None:
-        raise ConfigError(f"dtype: expected auto, float32, bfloat16 or float16, found {dtype!r}")
+        raise ConfigError(f"dtype: expected auto, float32, bfloat16 or float16, found {dtype!r}; name one of them")
     with open_checkpoint(model) as checkpoint:
         chosen = family_for(checkpoint, family)
         spec = chosen.resolve_config(checkpoint.raw)

@@ -224,5 +224,7 @@ def _biases(given: Sequence[str]) -> dict[int, float] | None:
         try:
             biases[int(token_id)] = float(amount)
         except ValueError:
-            raise GenerationError(f"--logit-bias: ID=NUMBER expected, found {entry!r}") from None
+            raise GenerationError(
+                f"--logit-bias: ID=NUMBER expected, found {entry!r}; write it as in 42=-1.5"
+            ) from None
     return biases or None

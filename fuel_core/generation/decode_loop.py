@@ -92,7 +92,9 @@ class Generation:
         prompt = _checked_ids(token_ids, vocab)
         check_max_new_tokens(max_new_tokens)
         if isinstance(prefill_chunk, bool) or not isinstance(prefill_chunk, int) or prefill_chunk < 1:
-            raise GenerationError(f"prefill_chunk: a whole number of at least 1 expected, found {prefill_chunk!r}")
+            raise GenerationError(
+                f"prefill_chunk: a whole number of at least 1 expected, found {prefill_chunk!r}; give one"
+            )
         if len(prompt) > cache.max_seq_len:
             raise CapacityError(
                 f"prompt has {len(prompt)} tokens, the KV cache has capacity {cache.max_seq_len}; "
@@ -314,7 +316,9 @@ def prefill_chunks(n: int, chunk: int) -> list[int]:
 def check_max_new_tokens(max_new_tokens: object) -> None:
     """Raise GenerationError unless `max_new_tokens` is a whole number of at least 1."""
     if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 1:
-        raise GenerationError(f"max_new_tokens: a whole number of at least 1 expected, found {max_new_tokens!r}")
+        raise GenerationError(
+            f"max_new_tokens: a whole number of at least 1 expected, found {max_new_tokens!r}; give one"
+        )
 
 
 def _checked_ids(token_ids: Sequence[int], vocab: int) -> list[int]:
@@ -325,7 +329,7 @@ def _checked_ids(token_ids: Sequence[int], vocab: int) -> list[int]:
             ids.append(operator.index(token_id))
         except TypeError:
             raise GenerationError(
-                f"prompt: whole numbers expected as token ids, found {token_id!r} at position {position}"
+                f"prompt: whole numbers expected as token ids, found {token_id!r} at position {position}; convert it"
             ) from None
         if not 0 <= ids[-1] < vocab:
             raise GenerationError(
@@ -333,5 +337,5 @@ def _checked_ids(token_ids: Sequence[int], vocab: int) -> list[int]:
                 "was it encoded with another model's tokenizer?"
             )
     if not ids:
-        raise GenerationError("prompt: at least one token id expected, found none")
+        raise GenerationError("prompt: at least one token id expected, found none; begin with the BOS id")
     return ids

@@ -97,7 +97,9 @@ class SamplingParams:
                 f"seed: a whole number in 0..2**64-1 expected, found {_shown(self.seed)}; leave it out for a fresh one"
             )
         if self.logprobs is not None and _whole("logprobs", self.logprobs, "0 or more, or None") < 0:
-            raise GenerationError(f"logprobs: a whole number of 0 or more expected, found {_shown(self.logprobs)}")
+            raise GenerationError(
+                f"logprobs: a whole number of 0 or more expected, found {_shown(self.logprobs)}; 0 reports the chosen"
+            )
 
     @property
     def is_greedy(self) -> bool:
@@ -113,7 +115,7 @@ class SamplingParams:
         """Raise GenerationError for a biased id outside 0..vocab-1."""
         for token_id in self.logit_bias:
             if not 0 <= token_id < vocab:
-                raise GenerationError(f"logit_bias: ids in 0..{vocab - 1} expected, found {token_id}")
+                raise GenerationError(f"logit_bias: ids in 0..{vocab - 1} expected, found {token_id}; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,9 @@ def distribution(
     scores = _penalized(logits, params, token_ids, prompt_len)
     top = scores.max()
     if not bool(torch.isfinite(top)):
-        raise GenerationError("logit_bias and penalties leave no token with a finite logit; relax them")
+        raise GenerationError(
+            "logit_bias: a token with a finite logit expected, found none left; relax biases and penalties"
+        )
     if params.is_greedy:
         return torch.zeros_like(scores).index_fill_(0, scores.argmax(), 1.0)
     # Shifted first: no temperature, however small, can overflow then.
@@ -189,7 +193,9 @@ def sample(distribution: Tensor, generator: torch.Generator) -> int:
     cumulative = distribution.detach().to("cpu", torch.float64).cumsum(0)
     total = cumulative[-1]
     if not (bool(torch.isfinite(total)) and float(total) > 0 and float(distribution.min()) >= 0):
-        raise GenerationError("sample: non-negative probabilities with a positive sum expected, found none such")
+        raise GenerationError(
+            "sample: non-negative probabilities with a positive sum expected, found none such; pass a distribution"
+        )
     # The device is named, for a caller may have made another one the default.
     point = torch.rand((), dtype=torch.float64, generator=generator, device="cpu") * total
     # The first id whose mass lies beyond the point. Rounding can put the point on the very end; below it, it draws
@@ -296,12 +302,12 @@ def _some(ids: Sequence[int]) -> str:
 
 
 def _whole(name: str, value: object, expected: str) -> int:
-    if isinstance(value, bool):
-        raise GenerationError(f"{name}: a whole number expected ({expected}), found {value!r}")
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise GenerationError(f"{name}: a whole number expected ({expected}), found {value!r}") from None
+        pass
+    raise GenerationError(f"{name}: a whole number expected ({expected}), found {value!r}; give one")
 
 
 def _number(
@@ -319,7 +325,9 @@ def _number(
     number = _float(value)
     outside = number is None or not math.isfinite(number) or not low <= number <= high
     if outside or number is None or (above is not None and number <= above):
-        raise GenerationError(f"{name}: a finite number {want}".rstrip() + f" expected, found {_shown(value)}")
+        raise GenerationError(
+            f"{name}: a finite number {want}".rstrip() + f" expected, found {_shown(value)}; give one"
+        )
     return number
 
 
@@ -349,7 +357,7 @@ def _top_k(value: object) -> int | None:
         return None
     k = _whole("top_k", value, "1 or more; 0, -1 or None for all")
     if k < -1:
-        raise GenerationError(f"top_k: 1 or more expected, or 0, -1 or None to keep all, found {_shown(k)}")
+        raise GenerationError(f"top_k: 1 or more expected, found {_shown(k)}; 0, -1 or None keep all")
     return k if k > 0 else None
 
 
@@ -357,12 +365,16 @@ def _bias(value: object) -> dict[int, float]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise GenerationError(f"logit_bias: a mapping from token id to number expected, found {value!r:.80}")
+        raise GenerationError(
+            f"logit_bias: a mapping from token id to number expected, found {value!r:.80}; write {{42: -1.5}}"
+        )
     bias: dict[int, float] = {}
     for token_id, amount in value.items():
         key = _whole("logit_bias", token_id, "a token id")
         number = _float(amount)
         if number is None or not number < math.inf:
-            raise GenerationError(f"logit_bias: a number below infinity expected for id {key}, found {_shown(amount)}")
+            raise GenerationError(
+                f"logit_bias: a number below infinity expected for id {key}, found {_shown(amount)}; -inf bans it"
+            )
         bias[key] = number
     return bias

@@ -26,7 +26,9 @@ class StopStrings:
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         for stop in self._stops:
             if not isinstance(stop, str) or not stop:
-                raise GenerationError(f"stop: a list of non-empty strings expected, found {stop!r}")
+                raise GenerationError(
+                    f"stop: a list of non-empty strings expected, found {stop!r}; leave the others out"
+                )
         self._held = ""
         self.matched: str | None = None
         """The stop string that ended the text."""

@@ -36,7 +36,8 @@ def write_state(inputs: DecodeLayerInputs, name: str, rows: Tensor) -> None:
         expected[axis] = inputs.seq_len
     if list(rows.shape) != expected:
         raise GeometryError(
-            f"layer {inputs.layer_idx}: rows of slot {name!r}: expected shape {expected}, found {list(rows.shape)}"
+            f"layer {inputs.layer_idx}: rows of slot {name!r}: expected shape {expected}, found {list(rows.shape)}; "
+            "write [B, heads, T, width]"
         )
     rows = rows.to(buffer.dtype)
     if axis is None:
@@ -89,7 +90,8 @@ def attend(inputs: DecodeLayerInputs, q: Tensor, scale: float, softcap: float | 
     n_kv_heads = keys.shape[1]
     if n_heads % n_kv_heads:
         raise GeometryError(
-            f"layer {inputs.layer_idx}: {n_heads} query heads are not a multiple of {n_kv_heads} kv heads"
+            f"layer {inputs.layer_idx}: {n_heads} query heads are not a multiple of {n_kv_heads} kv heads; "
+            "check the views"
         )
     if mask is None:
         rows = native.attend_one(q, keys, values, scale, softcap)

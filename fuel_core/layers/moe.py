@@ -39,7 +39,9 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, n_experts: int, n_chosen: int, *, renormalize: bool) -> None:
         super().__init__()
         if not 1 <= n_chosen <= n_experts:
-            raise ConfigError(f"experts chosen for a token: 1 to {n_experts} expected, found {n_chosen}")
+            raise ConfigError(
+                f"experts chosen for a token: 1 to {n_experts} expected, found {n_chosen}; correct the config"
+            )
         self.weight = nn.Parameter(torch.empty(n_experts, hidden_size), requires_grad=False)
         self.n_chosen, self.renormalize = n_chosen, renormalize
 

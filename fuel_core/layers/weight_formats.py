@@ -170,7 +170,10 @@ def store(module: nn.Module, weight: Tensor | Rows, name: str) -> None:
     chosen = FORMATS[canonical_format(name)]
     reason = chosen.cannot_hold(*source.shape)
     if reason is not None:
-        raise WeightsError(f"expected a matrix that {chosen.name} can hold, found one of {source.shape}: {reason}")
+        raise WeightsError(
+            f"expected a matrix that {chosen.name} can hold, found one of {source.shape}: {reason}; "
+            "choose another format"
+        )
     install(module, chosen.packed_as, chosen.pack(source))
 
 
@@ -208,12 +211,14 @@ def canonical_format(name: str) -> str:
     """``float32`` and ``f32`` are one word. Raises WeightsError for a format that does not exist."""
     word = _ALIASES.get(name, name)
     if word not in FORMATS:
-        raise WeightsError(f"weight format: one of {', '.join(FORMATS)} expected, found {name!r}")
+        raise WeightsError(f"weight format: one of {', '.join(FORMATS)} expected, found {name!r}; name one of them")
     return word
 
 
 def dense_format_of(dtype: torch.dtype) -> str:
     """The dense format that stores ``dtype``."""
     if dtype not in _BY_DTYPE:
-        raise WeightsError(f"weight dtype: one of {', '.join(map(str, _BY_DTYPE))} expected, found {dtype}")
+        raise WeightsError(
+            f"weight dtype: one of {', '.join(map(str, _BY_DTYPE))} expected, found {dtype}; convert the tensor"
+        )
     return _BY_DTYPE[dtype]

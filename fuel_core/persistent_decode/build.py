@@ -92,7 +92,9 @@ def check_step(model: PersistentDecodeModel, n_tokens: int, cache: KvCache, ctx:
         raise GeometryError(f"{where}: the context is on {ctx.device}, the KV cache on {cache.device}; use one device")
     for name, plan in (("mask_plan", model.mask_plan), ("rope_plan", model.rope_plan)):
         if plan.n_layers != len(specs):
-            raise GeometryError(f"{where}: {name} covers {plan.n_layers} layers, the model has {len(specs)}")
+            raise GeometryError(
+                f"{where}: {name} covers {plan.n_layers} layers, the model has {len(specs)}; make one for all"
+            )
 
 
 def _check_weights(model: DecodeBackbone, cache: KvCache, entry: str) -> None:

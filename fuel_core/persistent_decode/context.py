@@ -137,10 +137,10 @@ class InferenceContext:
             ) from error
         if offset_path not in OFFSET_PATHS:
             raise BackendUnavailableError(
-                f"offset_path: one of {', '.join(OFFSET_PATHS)} expected, found {offset_path!r}"
+                f"offset_path: one of {', '.join(OFFSET_PATHS)} expected, found {offset_path!r}; use 'auto'"
             )
         if max_sessions < 1:
-            raise BackendUnavailableError(f"max_sessions: at least 1 expected, found {max_sessions}")
+            raise BackendUnavailableError(f"max_sessions: at least 1 expected, found {max_sessions}; give one")
         self.offset_path = offset_path if offset_path != "auto" else "symbol" if self.device.type == "cpu" else "device"
         self.plan = plan
         self.backend = resolve_backend(plan, self.device)

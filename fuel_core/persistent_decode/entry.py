@@ -39,7 +39,7 @@ def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int
         if token_ids.dim() != 1 or token_ids.dtype != torch.int64:
             raise DecodeError(
                 f"{family}: token ids must be a list or a one-dimensional int64 tensor, found "
-                f"{list(token_ids.shape)} {token_ids.dtype}"
+                f"{list(token_ids.shape)} {token_ids.dtype}; pass one row of ids"
             )
         ids = token_ids.tolist()
     else:
@@ -52,10 +52,13 @@ def _ids(token_ids: Sequence[int] | Tensor, vocab: int, family: str) -> list[int
             ) from None
         if not all(type(i) is int for i in ids):
             found = next(type(i).__name__ for i in ids if type(i) is not int)
-            raise DecodeError(f"{family}: token ids must be integers, found {found}")
+            raise DecodeError(f"{family}: token ids must be integers, found {found}; convert them")
     for token_id in ids:
         if not 0 <= token_id < vocab:
-            raise DecodeError(f"{family}: token ids must lie in 0..{vocab - 1}, found {token_id}")
+            raise DecodeError(
+                f"{family}: token ids must lie in 0..{vocab - 1}, found {token_id}; "
+                "was it made by another model's tokenizer?"
+            )
     return ids
 
 
@@ -148,7 +151,7 @@ def _turn_alike(
     if sequence_len is not None and (type(sequence_len) is not int or sequence_len < end):
         raise DecodeError(
             f"{model.decode_family()}: sequence_len must be an integer of at least {end}, the positions after this "
-            f"step, found {sequence_len!r}"
+            f"step, found {sequence_len!r}; leave it out, or count the whole prompt"
         )
     regime = _regime(model, ids, cache, sequence_len)
     if cache.turned_by(regime):

@@ -47,7 +47,7 @@ def resolve_backend(plan: str, device: torch.device) -> str:
     Raises BackendUnavailableError for a word that is no plan mode or a backend that is not there.
     """
     if plan not in PLAN_MODES:
-        raise BackendUnavailableError(f"plan: one of {', '.join(PLAN_MODES)} expected, found {plan!r}")
+        raise BackendUnavailableError(f"plan: one of {', '.join(PLAN_MODES)} expected, found {plan!r}; use 'auto'")
     if plan == "off":
         return "off"
     if plan == "auto":

@@ -85,7 +85,9 @@ class CompiledPlan(HeldPlan):
             else:
                 why = code.refusal(part.recording, binding.tensors, part.weights)
                 if why is not None:
-                    raise PlanError(f"{segment.name}: native code cannot be attached: {why}")
+                    raise PlanError(
+                        f"{segment.name}: native code cannot be attached: {why}; drop the session and build again"
+                    )
                 signature = code.signature
                 arguments = [None if name == HIDDEN else binding.tensors[name] for name in signature.tensors]
                 at = len(arguments)
@@ -103,10 +105,10 @@ class CompiledPlan(HeldPlan):
         plan was built, and PlanError when code fails.
         """
         if not self._calls:
-            raise PlanError("the held plan has no KV buffers attached; repoint it to a cache first")
+            raise PlanError("held plan: attached KV buffers expected, found none; repoint it to a cache first")
         for code in self._distinct:
             if code.lost is not None:
-                raise TopologyChanged(f"native code of the held plan was lost ({code.lost}); build again")
+                raise TopologyChanged(f"held plan: its native code expected, found it lost ({code.lost}); build again")
         hidden: Tensor | None = None
         cached, attended, starts = symbols.cached_len, symbols.attended_len, symbols.window_starts
         carrier = lowering.carrier
@@ -115,7 +117,7 @@ class CompiledPlan(HeldPlan):
         for recording, fingerprint, is_code, variant, layout in self._calls:
             if recording.fingerprint is not fingerprint:
                 raise TopologyChanged(
-                    "the held plan's op list is no longer the one it was built with; drop the session and build again"
+                    "held plan: the op list it was built with expected, found another; drop the session and build again"
                 )
             if is_code:
                 run, arguments, hidden_at, places = layout

@@ -87,13 +87,13 @@ class HeldPlan:
         Raises TopologyChanged when a recording was rewritten since this plan was built.
         """
         if not self._calls:
-            raise PlanError("the held plan has no KV buffers attached; repoint it to a cache first")
+            raise PlanError("held plan: attached KV buffers expected, found none; repoint it to a cache first")
         hidden: Tensor | None = None
         cached, attended, starts = symbols.cached_len, symbols.attended_len, symbols.window_starts
         for recording, fingerprint, takes_hidden, tensors, takes_integers, variant, weights in self._calls:
             if recording.fingerprint is not fingerprint:
                 raise TopologyChanged(
-                    "the held plan's op list is no longer the one it was built with; drop the session and build again"
+                    "held plan: the op list it was built with expected, found another; drop the session and build again"
                 )
             integers = (cached, attended, starts[variant]) if takes_integers else ()
             if takes_hidden:

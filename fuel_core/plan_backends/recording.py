@@ -391,7 +391,10 @@ def _refuse_looks_at_integers(
     for name, node in zip(segment.symbols, placeholders[n_tensors:], strict=True):
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt) or not value.node.expr.free_symbols:
-            raise RecordingError(f"{where}: the bound integer {name} was baked into the recording as {value!r}")
+            raise RecordingError(
+                f"{where}: the bound integer {name} was baked into the recording as {value!r}; use the "
+                "layers functions, or plan='off'"
+            )
     for guard in shape_env.guards:
         location = getattr(guard.sloc, "framework_loc", None)
         filename = getattr(location, "filename", None) or str(location)

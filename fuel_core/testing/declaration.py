@@ -79,17 +79,20 @@ class Conformance:
 
     def __post_init__(self) -> None:
         if isinstance(self.capabilities, str) or not isinstance(self.capabilities, Set):
-            raise ConformanceError(f"capabilities: a set of words expected, found {self.capabilities!r}")
+            raise ConformanceError(f"capabilities: a set of words expected, found {self.capabilities!r}; write {{...}}")
         unknown = sorted(set(self.capabilities) - set(CAPABILITIES))
         if unknown:
             raise ConformanceError(
-                f"capabilities: {', '.join(map(repr, unknown))} is no capability; known are {', '.join(CAPABILITIES)}"
+                f"capabilities: words of {', '.join(CAPABILITIES)} expected, found {', '.join(map(repr, unknown))}; "
+                "correct or leave out"
             )
         if not self.configs:
-            raise ConformanceError("configs: at least one tiny config expected, found none")
+            raise ConformanceError("configs: at least one tiny config expected, found none; see docs/conformance.md")
         for check, reason in self.expected_failures.items():
             if not isinstance(reason, str) or not reason.strip():
-                raise ConformanceError(f"expected_failures: {check!r} needs a reason, found {reason!r}")
+                raise ConformanceError(
+                    f"expected_failures: {check!r} needs a reason, found {reason!r}; write why it fails"
+                )
 
 
 def family_of(declaration: Conformance) -> Family:
@@ -102,7 +105,9 @@ def family_of(declaration: Conformance) -> Family:
         try:
             found = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
-            raise ConformanceError(f"family: 'module:NAME' of a Family expected, found {found!r} ({error})") from error
+            raise ConformanceError(
+                f"family: 'module:NAME' of a Family expected, found {found!r} ({error}); correct it"
+            ) from error
     if isinstance(found, Callable) and not isinstance(found, Family):  # type: ignore[arg-type]
         found = found()
     if not isinstance(found, Family):

@@ -37,15 +37,21 @@ def declaration_of(family: str) -> Conformance:
     try:
         found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConformanceError(f"check: {value} expected to be a Conformance, found none ({error})") from error
+        raise ConformanceError(
+            f"check: {value} expected to be a Conformance, found none ({error}); correct the name"
+        ) from error
     if not isinstance(found, Conformance):
-        raise ConformanceError(f"check: {value} expected to be a Conformance, found {type(found).__name__}")
+        raise ConformanceError(
+            f"check: {value} expected to be a Conformance, found {type(found).__name__}; name it as module:NAME"
+        )
     return found
 
 
 def _module_of(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConformanceError(f"check: a Python file with a Conformance expected, found no file {str(path)!r}")
+        raise ConformanceError(
+            f"check: a Python file with a Conformance expected, found no file {str(path)!r}; check the path"
+        )
     spec = importlib.util.spec_from_file_location(f"fuel_check_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -55,7 +61,9 @@ def _module_of(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConformanceError(f"check: {path} cannot be imported ({type(error).__name__}: {error})") from error
+        raise ConformanceError(
+            f"check: a file that imports expected, found {path} failing with {type(error).__name__}: {error}; mend it"
+        ) from error
     finally:
         sys.path.remove(str(path.parent))
     return module
@@ -67,5 +75,7 @@ def _only_one(module: ModuleType, where: str) -> Conformance:
         return named
     found = list({id(v): v for v in vars(module).values() if isinstance(v, Conformance)}.values())
     if len(found) != 1:
-        raise ConformanceError(f"check: one Conformance expected in {where}, found {len(found)}")
+        raise ConformanceError(
+            f"check: one Conformance expected in {where}, found {len(found)}; call the one meant `conformance`"
+        )
     return found[0]

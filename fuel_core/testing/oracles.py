@@ -277,6 +277,8 @@ def record_golden(declaration: Any, path: str | Path, only: Sequence[str] = ()) 
     results = run(dataclasses.replace(declaration, oracle=recorder), only=only)
     failed = [result.name for result in results if result.is_bad]
     if failed:
-        raise ConformanceError(f"record_golden: every check must pass first, found failures: {', '.join(failed)}")
+        raise ConformanceError(
+            f"record_golden: every check must pass first, found failures: {', '.join(failed)}; mend these"
+        )
     save_file(recorder.rows, path, metadata={"checkpoints": json.dumps(recorder.checkpoints)})
     return len(recorder.rows)

@@ -140,7 +140,8 @@ def checks() -> tuple[Check, ...]:
     missing, extra = sorted(set(expected) - set(_checks)), sorted(set(_checks) - set(expected))
     if missing or extra:
         raise ConformanceError(
-            f"the conformance kit is not whole: missing {missing or 'none'}, not in the manifest {extra or 'none'}"
+            f"the conformance kit is not whole: missing {missing or 'none'}, not in the manifest {extra or 'none'}; "
+            "install fuel-core again"
         )
     return tuple(_checks[name] for name in expected)
 
@@ -152,7 +153,8 @@ def verify(declaration: Conformance) -> None:
         name, _, config = key.partition("[")
         if name not in names or (config and config.removesuffix("]") not in declaration.configs):
             raise ConformanceError(
-                f"expected_failures: {key!r} is no check of the kit (of a config it is NAME[CONFIG])"
+                f"expected_failures: {key!r} is no check of the kit (of a config it is NAME[CONFIG]); "
+                "docs/conformance.md lists them"
             )
 
 

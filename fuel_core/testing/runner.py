@@ -57,7 +57,7 @@ def units(declaration: Conformance, *, optional: bool = False, only: Sequence[st
     known = {one.name for one in every} | {one.name.partition(".")[0] for one in every}
     unknown = sorted(set(only) - known)
     if unknown:
-        raise ConformanceError(f"no check or topic is called {', '.join(unknown)}; docs/conformance.md lists them")
+        raise ConformanceError(f"no check or topic is called {', '.join(unknown)}; choose from docs/conformance.md")
     chosen: list[Unit] = []
     for one in every:
         named = not only or one.name in only or one.name.partition(".")[0] in only

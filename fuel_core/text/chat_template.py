@@ -102,13 +102,13 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ChatTemplateError(
                 f"{self._where}chat template refused the messages: {_one_line(error)}; "
-                f"found roles {[str(m.get('role')) for m in messages]}"
+                f"found roles {[str(m.get('role')) for m in messages]}; send others, or use generate"
             ) from error
         except Exception as error:
             # A template can raise anything its expressions can: TypeError, ZeroDivisionError, RecursionError ...
             raise ChatTemplateError(
                 f"{self._where}chat template failed: {type(error).__name__}: {_one_line(error)}; "
-                f"found roles {[str(m.get('role')) for m in messages]}"
+                f"found roles {[str(m.get('role')) for m in messages]}; send others, or use generate"
             ) from error
 
 
@@ -117,12 +117,13 @@ def check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         found = "an empty list" if isinstance(messages, Sequence) and not messages else type(messages).__name__
         raise ChatTemplateError(
-            f"chat messages must be a list of at least one {{'role': ..., 'content': ...}}, found {found}"
+            f"chat messages must be a list of at least one {{'role': ..., 'content': ...}}, found {found}; pass one"
         )
     for index, message in enumerate(messages):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ChatTemplateError(
-                f"chat message {index} must be a mapping with a 'role' text and a 'content', found {message!r:.80}"
+                f"chat message {index} must be a mapping with a 'role' text and a 'content', found {message!r:.80}; "
+                "correct it"
             )
 
 

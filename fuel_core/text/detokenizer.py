@@ -314,5 +314,7 @@ def decoder_spec_of(state: bytes) -> Mapping[str, Any]:
     """
     spec = json.loads(state)
     if not isinstance(spec, dict):
-        raise TokenizerError(f"tokenizer: its decoder must be a JSON object, found {type(spec).__name__}")
+        raise TokenizerError(
+            f"tokenizer: its decoder must be a JSON object, found {type(spec).__name__}; download tokenizer.json again"
+        )
     return spec

@@ -30,7 +30,10 @@ def tokenizer_from_gguf(vocabulary: GgufVocabulary, *, origin: str) -> tokenizer
     name that is not known.
     """
     if not vocabulary.tokens:
-        raise TokenizerError(f"{origin}: tokenizer.ggml.tokens holds no tokens; the file has no usable tokenizer")
+        raise TokenizerError(
+            f"{origin}: expected tokens in tokenizer.ggml.tokens, found none; "
+            "convert the model again, or pass token ids"
+        )
     try:
         if vocabulary.kind == "bpe":
             backend = _byte_level(vocabulary, origin)
@@ -39,19 +42,22 @@ def tokenizer_from_gguf(vocabulary: GgufVocabulary, *, origin: str) -> tokenizer
     except TokenizerError:
         raise
     except BaseException as error:
-        raise_as_ours(error, f"{origin}: the GGUF vocabulary makes no tokenizer")
+        raise_as_ours(
+            error, f"{origin}: the GGUF vocabulary makes no tokenizer", "convert the model again, or pass token ids"
+        )
     _add_marked_tokens(backend, vocabulary)
     return backend
 
 
-def raise_as_ours(error: BaseException, what: str) -> NoReturn:
+def raise_as_ours(error: BaseException, what: str, next_step: str) -> NoReturn:
     """Raise TokenizerError for what the tokenizers library raised; anything else as it is.
 
     The library raises bare Exception, and on input it did not expect a panic, which is no Exception.
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
-    raise TokenizerError(f"{what}: {' '.join(str(error).split())[:200]}") from error
+    found = " ".join(str(error).split())[:200]
+    raise TokenizerError(f"{what}: {found}; {next_step}") from error
 
 
 def _ids(tokens: Iterable[str]) -> dict[str, int]:
@@ -87,7 +93,8 @@ def _scored_pieces(vocabulary: GgufVocabulary, origin: str) -> tokenizers.Tokeni
     tokens, scores, types = vocabulary.tokens, vocabulary.scores, vocabulary.token_types
     if len(scores) != len(tokens):
         raise TokenizerError(
-            f"{origin}: tokenizer.ggml.scores must hold one score per token ({len(tokens)}), found {len(scores)}"
+            f"{origin}: tokenizer.ggml.scores must hold one score per token ({len(tokens)}), found {len(scores)}; "
+            "convert the model again"
         )
     ids = _ids(tokens)
     unknown = next((tokens[i] for i, kind in enumerate(types) if kind == _UNKNOWN), None)

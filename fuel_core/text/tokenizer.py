@@ -35,7 +35,9 @@ def load_tokenizer(source: TokenizerSource) -> Tokenizer:
         try:
             backend = tokenizers.Tokenizer.from_buffer(source.tokenizer_json)
         except BaseException as error:
-            raise_as_ours(error, f"{source.origin}: tokenizer.json does not load")
+            raise_as_ours(
+                error, f"{source.origin}: tokenizer.json does not load", "download it again, or pass token ids"
+            )
     elif source.gguf is not None:
         backend = tokenizer_from_gguf(source.gguf, origin=source.origin)
     else:
@@ -140,7 +142,7 @@ class Tokenizer:
         try:
             return self._backend.decode(known, skip_special_tokens=skip_special_tokens)
         except BaseException as error:
-            raise_as_ours(error, "decode: this tokenizer cannot decode the ids")
+            raise_as_ours(error, "decode: this tokenizer cannot decode the ids", "use the token ids")
 
     def encode_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool = True, **template_kwargs: Any
@@ -327,7 +329,7 @@ def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
             "encode: valid Unicode text expected, found a lone surrogate; decode the input with errors='replace'"
         ) from error
     except BaseException as error:
-        raise_as_ours(error, "encode: this tokenizer cannot encode the text")
+        raise_as_ours(error, "encode: this tokenizer cannot encode the text", "pass token ids")
 
 
 def _add_published_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:

@@ -79,8 +79,8 @@ def common_values(reader: ConfigReader) -> dict[str, Any]:
     if reader.bool("use_bidirectional_attention", False):
         raise errors.ConfigError(
             f"{reader.raw.source('use_bidirectional_attention')}: expected a decoder, found "
-            f"use_bidirectional_attention true for family {reader.family!r}; encoders made of this architecture are "
-            "not supported"
+            f"use_bidirectional_attention true for family {reader.family!r}; choose a "
+            "checkpoint that is no encoder"
         )
     values = reader.common()
     stored_whole = reader.raw.format == "gguf"
