@@ -752,12 +752,10 @@ def _refuse(what: str, word: str, claims: list[FamilyRecord], records: list[Fami
     # Imported here: a listing needs no checkpoint, and must not wait for what reads one.
     from fuel_core.checkpoint.published import family_package
 
+    handles = f"No installed family handles {what} {word!r} (installed: {_installed(records)})"
     package = family_package(word, gguf=what[0] == "G")
     if package is None:
-        next_step = "Families are separate packages: see docs/families.md"
-    else:
-        there = any(_canonical(record.distribution) == package for record in records)
-        next_step = f"{package} does: pip install {'--upgrade ' if there else ''}{package}"
-    raise FamilyNotFoundError(
-        f"No installed family handles {what} {word!r} (installed: {_installed(records)}). {next_step}"
-    )
+        raise FamilyNotFoundError(f"{handles}. Families are separate packages: see docs/families.md")
+    # An older release of it may be here.
+    upgrade = "--upgrade " if any(_canonical(record.distribution) == package for record in records) else ""
+    raise FamilyNotFoundError(f"{handles}; {package} does: pip install {upgrade}{package}")

@@ -87,7 +87,7 @@ def test_family_that_is_published_and_not_installed_is_named_with_the_pip_line(
     monkeypatch.setattr(published, "table", {"families": known}.__getitem__)
     site.install("fuel-zebra", family="zebra")
     for asked in (Asked("okapi_moe"), Asked(gguf_architecture="okapi_gg")):
-        with pytest.raises(FamilyNotFoundError, match=r"fuel-zebra 1\.0.*\. fuel-okapi does: pip install fuel-okapi$"):
+        with pytest.raises(FamilyNotFoundError, match=r"fuel-zebra 1\.0.*; fuel-okapi does: pip install fuel-okapi$"):
             Discovery().family_for(asked)
     for asked in (Asked("okapi_gg"), Asked(gguf_architecture="okapi"), Asked("quagga")):
         with pytest.raises(FamilyNotFoundError, match=r"Families are separate packages: see docs/families\.md$"):
