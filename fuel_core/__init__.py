@@ -44,6 +44,7 @@ _HOME = {
     "PlanEvent": "fuel_core.persistent_decode",
     "RawConfig": "fuel_core.checkpoint",
     "Reason": "fuel_core.persistent_decode",
+    "RopeParameters": "fuel_core.checkpoint",
     "RopePlan": "fuel_core.mask_and_rope",
     "RopeVariant": "fuel_core.mask_and_rope",
     "SamplingParams": "fuel_core.generation",
@@ -94,6 +95,7 @@ __all__ = [
     "PlanEvent",
     "RawConfig",
     "Reason",
+    "RopeParameters",
     "RopePlan",
     "RopeVariant",
     "SamplingParams",
@@ -124,6 +126,7 @@ if TYPE_CHECKING:
         ConfigReader,
         DecoderConfig,
         RawConfig,
+        RopeParameters,
         load_weights,
         open_checkpoint,
     )

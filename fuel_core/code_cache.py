@@ -160,6 +160,20 @@ class CodeCache:
         size = sum(expected["size"] for expected in description["files"].values())
         return Entry(key, folder, description["about"], size)
 
+    def look(self, key: str) -> Entry | None:
+        """The entry as ``find`` gives it, None where it is missing or damaged; changes nothing, not even its age.
+
+        Raises CacheUnusable for a folder that others could have written to.
+        """
+        folder = self._folder / key
+        if not self.has(key):
+            return None
+        self.check()
+        try:
+            return self._verified(key, folder)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
     def has(self, key: str) -> bool:
         """Whether there is an entry; says nothing about what is in it."""
         return (self._folder / key / _DESCRIPTION).exists()

@@ -757,7 +757,13 @@ def _refuse(what: str, word: str, claims: list[FamilyRecord], records: list[Fami
             raise FamilyNotFoundError(
                 f"{record.package} handles {what} {word!r}, but family {record.name!r} is {record.detail}; add it there"
             )
-    raise FamilyNotFoundError(
-        f"No installed family handles {what} {word!r} (installed: {_installed(records)}). "
-        f"Families are separate packages: see docs/families.md"
-    )
+    # Imported here: a listing needs no checkpoint, and must not wait for what reads one.
+    from fuel_core.checkpoint.published import family_package
+
+    handles = f"No installed family handles {what} {word!r} (installed: {_installed(records)})"
+    package = family_package(word, gguf=what[0] == "G")
+    if package is None:
+        raise FamilyNotFoundError(f"{handles}. Families are separate packages: see docs/families.md")
+    # An older release of it may be here.
+    upgrade = "--upgrade " if any(_canonical(record.distribution) == package for record in records) else ""
+    raise FamilyNotFoundError(f"{handles}; {package} does: pip install {upgrade}{package}")

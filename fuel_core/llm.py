@@ -150,7 +150,7 @@ def load(
     model = LanguageModel(
         backbone,
         checkpoint=checkpoint,
-        dtype=_activation_dtype(dtype, backbone, report.dtype, device=place),
+        dtype=activation_dtype(dtype, backbone, report.dtype, device=place),
         device=place,
         max_seq_len=max_seq_len,
         plan=plan,
@@ -1183,7 +1183,7 @@ def _dtype_word(dtype: str | torch.dtype) -> torch.dtype | None:
     return found
 
 
-def _activation_dtype(
+def activation_dtype(
     dtype: str | torch.dtype, backbone: DecodeBackbone, loaded: str, *, device: torch.device
 ) -> torch.dtype:
     """The dtype that is named; for "auto" the one the weights were `loaded` in, unless they are compressed."""

@@ -25,10 +25,10 @@ SNAPSHOT = Path(__file__).resolve().parent / f"family_api_v{FAMILY_API}.json"
 
 # Names of fuel_core whose calls and fields matter to a family; of the others only their being there.
 _OF_A_FAMILY = (
-    "ConfigReader", "DecodeDims", "DecoderConfig", "Family", "KeyValue", "MaskPlan", "RawConfig", "RopePlan",
-    "RopeVariant", "Slots", "StateSlot",
+    "ConfigReader", "DecodeDims", "DecoderConfig", "Family", "KeyValue", "MaskPlan", "RawConfig", "RopeParameters",
+    "RopePlan", "RopeVariant", "Slots", "StateSlot",
 )  # fmt: skip
-_READ = ("DecodeDims", "DecodeLayerInputs", "DecoderConfig", "Family")
+_READ = ("DecodeDims", "DecodeLayerInputs", "DecoderConfig", "Family", "RopeParameters")
 _HOOKS_WITH_DEFAULTS = ("decode_config", "decode_bound_fields", "tied_weights")
 
 Parameter = list[Any]

@@ -44,7 +44,7 @@ def test_compile_says_what_was_built_where_and_how_large(
     (segment,) = report["segments"]
     assert (segment["segment"], segment["status"]) == ("layer 0", "built")
     assert (segment["build_seconds"], segment["bytes"], segment["error"], segment["bound"]) == (1.0, 4, 1e-7, 5e-5)
-    assert report["cache_entries"] == 4, "code, and the recordings of embedding, layer and head"
+    assert report["cache_entries"] == 5, "code, three recordings, and which code is the model's"
     assert told(capsys, "compile", model)["segments"][0]["status"] == "found"
     assert len(fake.jobs) == 1
     assert cli.main(["compile", model]) == 0
@@ -59,7 +59,7 @@ def test_clear_empties_the_cache_first(model: str, fake: FakeBuilds, capsys: pyt
     told(capsys, "compile", model)
     fake.library.loaded.clear()
     report = told(capsys, "compile", model, "--clear")
-    assert report["cleared"]["entries"] == 4
+    assert report["cleared"]["entries"] == 5
     assert report["segments"][0]["status"] == "built"
     assert len(fake.jobs) == 2
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from plugin_site import GOOD_MODULE, Asked, Site, imported
 
+from fuel_core.checkpoint import published
 from fuel_core.discovery import Discovery, FamilyRecord, FamilyWarning, Status
 from fuel_core.errors import FamilyBrokenError, FamilyConflictError, FamilyNotFoundError
 
@@ -77,6 +78,24 @@ def test_family_for_matches_a_model_type_exactly_and_lists_what_is_installed(sit
     assert repr(model_type) in str(caught.value)
     assert "zebra (fuel-zebra 2.1) for zebra" in str(caught.value)
     assert "docs/families.md" in str(caught.value)
+
+
+def test_family_that_is_published_and_not_installed_is_named_with_the_pip_line(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"fuel-okapi": {"model_types": ["okapi", "okapi_moe"], "gguf_architectures": ["okapi_gg"]}}
+    monkeypatch.setattr(published, "table", {"families": known}.__getitem__)
+    site.install("fuel-zebra", family="zebra")
+    for asked in (Asked("okapi_moe"), Asked(gguf_architecture="okapi_gg")):
+        with pytest.raises(FamilyNotFoundError, match=r"fuel-zebra 1\.0.*; fuel-okapi does: pip install fuel-okapi$"):
+            Discovery().family_for(asked)
+    for asked in (Asked("okapi_gg"), Asked(gguf_architecture="okapi"), Asked("quagga")):
+        with pytest.raises(FamilyNotFoundError, match=r"Families are separate packages: see docs/families\.md$"):
+            Discovery().family_for(asked)
+    # An older release of it, which does not claim the name yet.
+    site.install("fuel-okapi", "0.0.1", family="okapi")
+    with pytest.raises(FamilyNotFoundError, match=r"fuel-okapi does: pip install --upgrade fuel-okapi$"):
+        Discovery().family_for(Asked("okapi_moe"))
 
 
 def test_family_for_without_a_model_type_says_what_is_missing(site: Site) -> None:

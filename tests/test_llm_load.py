@@ -85,11 +85,11 @@ def test_load_dtype_is_the_cache_s(folder: Path) -> None:
 def test_load_compressed_weights_decode_in_float32_on_a_cpu(folder: Path) -> None:
     backbone = load(folder).backbone
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert facade._activation_dtype("auto", backbone, "bfloat16", device=cpu) == torch.bfloat16
+    assert facade.activation_dtype("auto", backbone, "bfloat16", device=cpu) == torch.bfloat16
     backbone.lm_head.packed_format = "int8"  # type: ignore[union-attr]
-    assert facade._activation_dtype("auto", backbone, "bfloat16", device=cpu) == torch.float32
-    assert facade._activation_dtype("bf16", backbone, "bfloat16", device=cpu) == torch.bfloat16
-    assert facade._activation_dtype("auto", backbone, "bfloat16", device=cuda) == torch.float32, "config says float32"
+    assert facade.activation_dtype("auto", backbone, "bfloat16", device=cpu) == torch.float32
+    assert facade.activation_dtype("bf16", backbone, "bfloat16", device=cpu) == torch.bfloat16
+    assert facade.activation_dtype("auto", backbone, "bfloat16", device=cuda) == torch.float32, "config says float32"
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,14 @@ import importlib
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import fuel_core
+from fuel_core.checkpoint import published
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "fuel_core"
@@ -92,6 +94,18 @@ def test_core_names_no_family() -> None:
     for path in CORE.rglob("*.py"):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert not families.search(line), f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+
+
+def test_published_families_are_listed_with_the_names_that_their_packages_claim() -> None:
+    listed = published.table("families")
+    for plugin in PLUGINS:
+        project = tomllib.loads((plugin.parent / "pyproject.toml").read_text())["project"]
+        claims = project["entry-points"]
+        assert listed[project["name"]] == {
+            "model_types": sorted(claims["fuel_core.model_types"]),
+            "gguf_architectures": sorted(claims["fuel_core.gguf_architectures"]),
+        }
+    assert len(listed) == len(PLUGINS)
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda path: path.name)

@@ -31,6 +31,7 @@ __all__ = [
     "choose",
     "error_of",
     "format_of",
+    "outlined",
     "pack",
     "slots_of",
     "weight_modules",
@@ -95,6 +96,13 @@ def pack(choice: Choice, source: Rows | Sequence[Rows]) -> Packed:
     if error <= MOST_INT8_ERROR:
         return Packed(chosen, tensors, error)
     return Packed(FORMATS["bf16"], _packed(FORMATS["bf16"], source), error)
+
+
+def outlined(choice: Choice, shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """What `pack` would make of a matrix `[N, K]`, or of a stack `[E, N, K]`, on the meta device."""
+    *stack, n, k = shape
+    one = FORMATS[choice.format].empty(n, k, device="meta")
+    return {name: tensor.new_empty((*stack, *tensor.shape)) for name, tensor in one.items()}
 
 
 def _packed(chosen: WeightFormat, source: Rows | Sequence[Rows]) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from fuel_core.errors import TokenizerError
 
 __all__ = [
     "PreTokenizerRule",
+    "family_package",
     "known_rope_types",
     "permuted_architectures",
     "pre_tokenizer",
@@ -48,6 +49,12 @@ def table(name: str) -> Mapping[str, Any]:
     """One table of the data file, as parsed."""
     found: Mapping[str, Any] = _tables()[name]
     return found
+
+
+def family_package(word: str, *, gguf: bool) -> str | None:
+    """Package that serves a `model_type`, or with `gguf` a `general.architecture`; None if none is known to."""
+    claims = "gguf_architectures" if gguf else "model_types"
+    return next((package for package, names in table("families").items() if word in names[claims]), None)
 
 
 def rope_behaviour(word: str) -> str | None:

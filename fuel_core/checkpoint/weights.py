@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fuel_core.checkpoint.base import listed
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fuel_core.checkpoint.base import Checkpoint, TensorInfo
-    from fuel_core.checkpoint.formats import Choice
+    from fuel_core.checkpoint.formats import Choice, Packed
     from fuel_core.layers.linear import FormattedWeight
     from fuel_core.layers.packed_formats import Rows
 
@@ -33,6 +33,7 @@ __all__ = [
     "check_layer_count",
     "default_tensor_name",
     "load_weights",
+    "outline_weights",
     "planned_formats",
 ]
 
@@ -40,6 +41,8 @@ WEIGHT_FORMATS: Final = ("f32", "bf16", "f16", "int8", "int4")
 """Words `weights=` accepts besides "auto" and the dtype names themselves."""
 _DTYPE_WORDS: Final[Mapping[str, str]] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
+_BY_WIDTH: Final = ("auto", "int8", "int4")
+"""Words under which not every tensor has one dtype."""
 _FLOATING: Final = frozenset({"float64", "float32", "bfloat16", "float16"})
 _READABLE: Final = _FLOATING | {"int64", "int32", "int16", "int8", "uint8", "bool"}
 _HEAD: Final = "lm_head.weight"
@@ -146,14 +149,111 @@ def load_weights(
     UnsupportedCheckpointError for a quantised checkpoint or a stored type or format that cannot be used;
     BackendUnavailableError for a packed format on another device than a CPU.
     """
-    import torch
-
-    from fuel_core.checkpoint.formats import DENSE_DTYPES, format_of, pack
-    from fuel_core.layers.weight_formats import install
-
     started = time.perf_counter()
     plan = _plan(backbone, ck, family, weights, device)
-    ck, sources, infos, modules = plan.ck, plan.sources, plan.infos, plan.modules
+    assert plan.ck is not None
+    report = _install(backbone, plan, _Stored(plan.ck))
+    _check_nothing_left(backbone)
+    return replace(report, seconds=time.perf_counter() - started)
+
+
+def outline_weights(
+    backbone: nn.Module,
+    ck: Checkpoint | None,
+    family: Any = None,
+    weights: str = "auto",
+    *,
+    dtype: str = "float32",
+    known: Mapping[str, str] | None = None,
+) -> LoadReport:
+    """Give `backbone` the parameters that `load_weights` would on a CPU, but on the meta device: from headers alone.
+
+    Shapes, dtypes, formats and ties are those of the loaded model, so that its sizes and its structure key are. What
+    `auto` would have to measure counts as int8, unless `known` (parameter -> format) says what it came to. Without a
+    checkpoint, every parameter counts as stored in `dtype`. Same errors as `load_weights`, and the same report, save
+    that it measured nothing.
+    """
+    if ck is None:
+        return _install(backbone, _declared(backbone, weights, dtype), _Outlined(None))
+    plan = _plan(backbone, ck, family, weights, "cpu")
+    plan.choices.update(
+        (parameter, replace(plan.choices[parameter], format=word))
+        for parameter, word in (known or {}).items()
+        if parameter in plan.choices
+    )
+    return _install(backbone, plan, _Outlined(plan.ck))
+
+
+class _Stored:
+    """Where the tensors of a model come from: the files."""
+
+    def __init__(self, ck: Checkpoint) -> None:
+        self.ck = ck
+
+    def packed(self, choice: Choice, name: str, info: TensorInfo) -> Packed:
+        from fuel_core.checkpoint.formats import pack
+
+        try:
+            return pack(choice, self.ck.rows(name) if len(info.shape) == 2 else self.ck.matrices(name))
+        except WeightsError as exc:
+            raise WeightsError(f"{self.ck.path}: tensor {name!r}: {exc}") from None
+
+    def tensor(self, name: str, info: TensorInfo) -> torch.Tensor:
+        tensor = self.ck.tensor(name)
+        if tuple(tensor.shape) != info.shape:
+            raise WeightsError(
+                f"{self.ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
+                f"{list(tensor.shape)}; download the file again"
+            )
+        return tensor
+
+    def is_mapped(self, name: str) -> bool:
+        return self.ck.is_mapped(name)
+
+    def release(self, name: str) -> None:
+        self.ck.release(name)
+
+    def check_same(self, parameter: str, name: str, source: str, source_name: str) -> None:
+        _check_same(self.ck, parameter, name, source, source_name)
+
+
+class _Outlined:
+    """The same, by their headers alone: tensors of the meta device."""
+
+    def __init__(self, ck: Checkpoint | None) -> None:
+        self.ck = ck
+
+    def packed(self, choice: Choice, name: str, info: TensorInfo) -> Packed:
+        from fuel_core.checkpoint.formats import Packed, outlined
+        from fuel_core.layers.weight_formats import FORMATS
+
+        return Packed(FORMATS[choice.format], outlined(choice, info.shape), None)
+
+    def tensor(self, name: str, info: TensorInfo) -> torch.Tensor:
+        import torch
+
+        # Quantised ones are dequantised to float32 where they are read as a whole.
+        dtype: torch.dtype = getattr(torch, "float32" if _is_quantized(info) else info.dtype_name)
+        return torch.empty(info.shape, dtype=dtype, device="meta")
+
+    def is_mapped(self, name: str) -> bool:
+        return self.ck is not None and self.ck.is_mapped(name)
+
+    def release(self, name: str) -> None:
+        pass
+
+    def check_same(self, parameter: str, name: str, source: str, source_name: str) -> None:
+        pass
+
+
+def _install(backbone: nn.Module, plan: _Plan, tensors: _Stored | _Outlined) -> LoadReport:
+    """Set every parameter as planned. The one place that decides in which dtype something is stored."""
+    import torch
+
+    from fuel_core.checkpoint.formats import DENSE_DTYPES, format_of
+    from fuel_core.layers.weight_formats import install
+
+    sources, infos, modules = plan.sources, plan.infos, plan.modules
     target: torch.dtype = getattr(torch, plan.dtype)
     mixed = any(i.dtype_name != "float32" and len(i.shape) >= 2 for i in infos.values())
     matrices = {p for p, slot in plan.slots.items() if slot.dim() >= 2}
@@ -164,12 +264,9 @@ def load_weights(
         info, wanted = infos[parameter], target
         choice = plan.choices.get(parameter)
         if choice is not None and (choice.format not in DENSE_DTYPES or _is_quantized(info)):
-            try:
-                packed = pack(choice, ck.rows(name) if len(info.shape) == 2 else ck.matrices(name))
-            except WeightsError as exc:
-                raise WeightsError(f"{ck.path}: tensor {name!r}: {exc}") from None
+            packed = tensors.packed(choice, name, info)
             install(modules[parameter], packed.format.packed_as, packed.tensors)
-            ck.release(name)
+            tensors.release(name)
             if packed.error is not None:
                 errors[parameter] = packed.error
             if choice.asked is not None:
@@ -178,12 +275,7 @@ def load_weights(
             continue
         if choice is not None:
             wanted = getattr(torch, DENSE_DTYPES[choice.format])
-        tensor = ck.tensor(name)
-        if tuple(tensor.shape) != info.shape:
-            raise WeightsError(
-                f"{ck.path}: expected tensor {name!r} with shape {list(info.shape)} as its header says, found "
-                f"{list(tensor.shape)}; download the file again"
-            )
+        tensor = tensors.tensor(name, info)
         if info.dtype_name not in _FLOATING and not _is_quantized(info):
             wanted = tensor.dtype
         elif plan.by_width and len(info.shape) == 1:
@@ -195,23 +287,20 @@ def load_weights(
         ):
             wanted = torch.float32
         stored = tensor.to(wanted)
-        if stored is tensor and ck.is_mapped(name):
+        if stored is tensor and tensors.is_mapped(name):
             mapped_bytes += tensor.nbytes
         elif stored is not tensor:
-            ck.release(name)
+            tensors.release(name)
         set_bytes += stored.nbytes
         if parameter in modules:
             install(modules[parameter], None, {"weight": stored})
         else:
             _store(backbone, parameter, stored)
         del tensor, stored
-    tied = []
     for parameter, source in plan.pairs:
         if parameter in plan.tensors and parameter not in sources:
-            _check_same(ck, parameter, plan.tensors[parameter], source, sources[source])
+            tensors.check_same(parameter, plan.tensors[parameter], source, sources[source])
         _tie(backbone, parameter, source)
-        tied.append((parameter, source))
-    _check_nothing_left(backbone)
     formats = {parameter: format_of(module) for parameter, module in modules.items()}
     return LoadReport(
         weights=_most(formats, plan.slots) if plan.by_width and formats else _DTYPE_WORDS[plan.dtype],
@@ -219,9 +308,9 @@ def load_weights(
         parameters=len(sources),
         parameter_bytes=set_bytes,
         mapped_bytes=mapped_bytes,
-        tied=tuple(tied),
+        tied=tuple(plan.pairs),
         skipped=plan.skipped,
-        seconds=time.perf_counter() - started,
+        seconds=0.0,
         formats=formats,
         errors=errors,
         instead=tuple(instead),
@@ -254,6 +343,7 @@ def planned_formats(
     from fuel_core.checkpoint.formats import DENSE_DTYPES, Choice
 
     plan = _plan(backbone, ck, family, weights, "cpu")
+    assert plan.ck is not None
     dense = Choice(next(word for word, dtype in DENSE_DTYPES.items() if dtype == plan.dtype))
     return [
         PlannedFormat(parameter, name, plan.infos[parameter], plan.choices.get(parameter, dense), plan.ck)
@@ -266,7 +356,8 @@ def planned_formats(
 class _Plan:
     """Everything that is decided before the first tensor is read."""
 
-    ck: Checkpoint
+    ck: Checkpoint | None
+    """None where there are no files."""
     dtype: str
     """Of what no format holds, and of everything under a dense word."""
     by_width: bool
@@ -284,7 +375,7 @@ class _Plan:
 
 
 def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device: str) -> _Plan:
-    from fuel_core.checkpoint.formats import choose, slots_of, weight_modules
+    from fuel_core.checkpoint.formats import slots_of, weight_modules
     from fuel_core.layers.moe import ExpertLinear
 
     word, dtype_name = _wanted(weights, ck)
@@ -312,20 +403,75 @@ def _plan(backbone: nn.Module, ck: Checkpoint, family: Any, weights: str, device
     quantized = any(_is_quantized(info) for info in infos.values())
     if word == "auto" and (device != "cpu" or not quantized):
         word = _DTYPE_WORDS[dtype_name]
-    by_width = word in ("auto", "int8", "int4")
-    # A parameter that shares its storage with something that is no Linear or Embedding stays dense.
-    shared = {source for parameter, source in pairs if parameter not in modules}
-    choices = {
-        parameter: choose(word, infos[parameter])
-        for parameter in sources
-        if parameter in modules
-        and parameter not in shared
-        and (infos[parameter].dtype_name in _FLOATING or _is_quantized(infos[parameter]))
-        and (by_width or (quantized and word != "f32"))
+    return _Plan(
+        ck=ck,
+        dtype=dtype_name,
+        by_width=word in _BY_WIDTH,
+        quantized=quantized,
+        slots=slots,
+        pairs=pairs,
+        tensors=tensors,
+        infos=infos,
+        sources=sources,
+        skipped=tuple(skipped),
+        modules=modules,
+        choices=_choices(word, quantized, modules, pairs, {parameter: infos[parameter] for parameter in sources}),
+    )
+
+
+def _declared(backbone: nn.Module, weights: str, dtype: str) -> _Plan:
+    """The plan for a model whose files are not here: every parameter counts as stored in `dtype`."""
+    from fuel_core.checkpoint.base import TensorInfo
+    from fuel_core.checkpoint.formats import slots_of, weight_modules
+
+    word, dtype_name = (_DTYPE_WORDS[dtype], dtype) if weights == "auto" else _named(weights)
+    slots = slots_of(backbone)
+    pairs = _tied_pairs(backbone, slots)
+    modules = dict(weight_modules(backbone))
+    tied = {parameter for parameter, _ in pairs}
+    infos = {
+        parameter: TensorInfo(
+            tuple(slot.shape), dtype if slot.is_floating_point() else str(slot.dtype).removeprefix("torch.")
+        )
+        for parameter, slot in slots.items()
+        if parameter not in tied
     }
     return _Plan(
-        ck, dtype_name, by_width, quantized, slots, pairs, tensors, infos, sources, tuple(skipped), modules, choices
+        ck=None,
+        dtype=dtype_name,
+        by_width=word in _BY_WIDTH,
+        quantized=False,
+        slots=slots,
+        pairs=pairs,
+        tensors={},
+        infos=infos,
+        sources={parameter: parameter for parameter in infos},
+        skipped=(),
+        modules=modules,
+        choices=_choices(word, False, modules, pairs, infos),
     )
+
+
+def _choices(
+    word: str,
+    quantized: bool,
+    modules: Mapping[str, FormattedWeight],
+    pairs: list[tuple[str, str]],
+    infos: Mapping[str, TensorInfo],
+) -> dict[str, Choice]:
+    """The format of each of the tensors `infos` that is not simply cast."""
+    from fuel_core.checkpoint.formats import choose
+
+    # A parameter that shares its storage with something that is no Linear or Embedding stays dense.
+    shared = {source for parameter, source in pairs if parameter not in modules}
+    return {
+        parameter: choose(word, info)
+        for parameter, info in infos.items()
+        if parameter in modules
+        and parameter not in shared
+        and (info.dtype_name in _FLOATING or _is_quantized(info))
+        and (word in _BY_WIDTH or (quantized and word != "f32"))
+    }
 
 
 def _is_quantized(info: TensorInfo) -> bool:
@@ -350,6 +496,10 @@ def _wanted(weights: str, ck: Checkpoint) -> tuple[str, str]:
                 "correct the config or say weights="
             )
         return "auto", ck.raw.dtype or "float32"
+    return _named(weights)
+
+
+def _named(weights: str) -> tuple[str, str]:
     word = _DTYPE_WORDS.get(weights, weights)
     if word not in WEIGHT_FORMATS:
         raise UnsupportedCheckpointError(

@@ -201,11 +201,17 @@ class Int8Format(_PackedFormat):
         """Why an ``[n, k]`` matrix cannot be stored so; None: it can."""
         return None
 
+    def empty(self, n: int, k: int, device: str = "cpu") -> dict[str, Tensor]:
+        """What ``pack`` fills, uninitialised."""
+        weight = torch.empty(n, -(-k // GROUP) * GROUP, dtype=torch.int8, device=device)
+        return {"weight": weight, "weight_scale": torch.empty(n, dtype=torch.bfloat16, device=device)}
+
     def pack(self, source: Rows) -> dict[str, Tensor]:
         """The parameters of a module of this format. Raises WeightsError for numbers that are not finite."""
         n, k = source.shape
-        weight = torch.zeros(n, -(-k // GROUP) * GROUP, dtype=torch.int8, device="cpu")
-        scale = torch.empty(n, dtype=torch.bfloat16, device="cpu")
+        packed = self.empty(n, k)
+        weight, scale = packed["weight"], packed["weight_scale"]
+        weight[:, k:] = 0
         for first, last in pieces(n, k):
             values = source.rows(first, last)
             largest = _finite(values.abs().amax(dim=1))
@@ -214,7 +220,7 @@ class Int8Format(_PackedFormat):
             codes = (values / stored.to(torch.float32)[:, None]).round_().clamp_(-127, 127)
             weight[first:last, :k].copy_(codes)
             scale[first:last] = stored
-        return {"weight": weight, "weight_scale": scale}
+        return packed
 
     def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
         """Rows ``first`` to ``last`` of what ``pack`` made, float32."""
@@ -309,14 +315,26 @@ class Int4Format(_PackedFormat):
             return "the layout of torch's int4 kernel on this CPU is unknown"
         return None
 
+    def empty(self, n: int, k: int, device: str = "cpu") -> dict[str, Tensor]:
+        """What ``pack`` fills, uninitialised."""
+        block = self._block()
+        padded = -(-n // block) * block
+        return {
+            "weight": torch.empty(padded, k // 2, dtype=torch.uint8, device=device),
+            "weight_scale_and_zero": torch.empty(k // GROUP, padded, 2, dtype=torch.bfloat16, device=device),
+        }
+
+    def _block(self) -> int:
+        layout = int4_layout()
+        return 64 if layout is None else max(layout.block, 16)
+
     def pack(self, source: Rows) -> dict[str, Tensor]:
         """The parameters of a module of this format. Raises WeightsError for numbers that are not finite."""
         n, k = source.shape
-        layout = int4_layout()
-        block = 64 if layout is None else max(layout.block, 16)
-        padded = -(-n // block) * block
-        weight = torch.empty(padded, k // 2, dtype=torch.uint8, device="cpu")
-        scale_and_zero = torch.zeros(k // GROUP, padded, 2, dtype=torch.bfloat16, device="cpu")
+        block, packed = self._block(), self.empty(n, k)
+        weight, scale_and_zero = packed["weight"], packed["weight_scale_and_zero"]
+        padded = weight.shape[0]
+        scale_and_zero[:, n:] = 0
         # The kernel's packing wants 4 bytes a code: a piece at a time. Pieces of whole blocks equal the whole.
         for first, last in pieces(n, k, block):
             codes, scale, zero = _coded(source, first, last)
@@ -326,7 +344,7 @@ class Int4Format(_PackedFormat):
             weight[first:end] = torch._convert_weight_to_int4pack_for_cpu(wide, 1).view(end - first, k // 2)
             scale_and_zero[:, first:last, 0] = scale.t()
             scale_and_zero[:, first:last, 1] = zero.t()
-        return {"weight": weight, "weight_scale_and_zero": scale_and_zero}
+        return packed
 
     def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
         """Rows ``first`` to ``last`` of what ``pack`` made, float32. ``first`` must begin a block."""

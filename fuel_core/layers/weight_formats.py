@@ -53,6 +53,10 @@ class WeightFormat(Protocol):
         """Why an ``[n, k]`` matrix cannot be stored so; None: it can."""
         ...
 
+    def empty(self, n: int, k: int, device: str = "cpu") -> dict[str, Tensor]:
+        """What ``pack`` makes of an ``[n, k]`` matrix, uninitialised: on the meta device, its sizes alone."""
+        ...
+
     def pack(self, source: Rows) -> dict[str, Tensor]:
         """What the parameters of a module hold: ``weight``, and what belongs to it."""
         ...
@@ -89,14 +93,16 @@ class DenseFormat:
     def cannot_hold(self, n: int, k: int) -> str | None:
         return None
 
+    def empty(self, n: int, k: int, device: str = "cpu") -> dict[str, Tensor]:
+        return {"weight": torch.empty(n, k, dtype=self.dtype, device=device)}
+
     def pack(self, source: Rows) -> dict[str, Tensor]:
         if isinstance(source, TensorRows):
             return {"weight": source.tensor.to(self.dtype)}
-        n, k = source.shape
-        weight = torch.empty(n, k, dtype=self.dtype, device="cpu")
-        for first, last in pieces(n, k):
-            weight[first:last] = source.rows(first, last)
-        return {"weight": weight}
+        packed = self.empty(*source.shape)
+        for first, last in pieces(*source.shape):
+            packed["weight"][first:last] = source.rows(first, last)
+        return packed
 
     def unpacked(self, stored: dict[str, Tensor], shape: tuple[int, int], first: int, last: int) -> Tensor:
         return stored["weight"][first:last].to(torch.float32)

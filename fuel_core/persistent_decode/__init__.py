@@ -1,6 +1,6 @@
 """Plan once, rebind per token: build (the one body), session, driver (rebind), entry points, context."""
 
-from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, compile_step
+from fuel_core.persistent_decode.build import DataConsts, build_decode_graph, code_for, compile_step
 from fuel_core.persistent_decode.context import COMPILE_AFTER, DecodeStats, InferenceContext, PlanEvent
 from fuel_core.persistent_decode.driver import rebind_and_realize_prebuilt
 from fuel_core.persistent_decode.entry import (
@@ -27,6 +27,7 @@ __all__ = [
     "Validity",
     "build_decode_graph",
     "check_arguments",
+    "code_for",
     "compile_step",
     "drop_decode_session",
     "forward_decode_step",

@@ -25,12 +25,14 @@ from fuel_core.plan_backends import (
     LIBRARY,
     BuiltCode,
     CodeCache,
+    CodeOnDisk,
     CompiledPlan,
     HeldPlan,
     Segment,
     SegmentBinding,
     Shelf,
     StepProgram,
+    code_on_disk,
     record_program,
     shelf_identity,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "build_decode_graph",
     "check_step",
     "choose_backend",
+    "code_for",
     "compile_step",
     "decode_segments",
     "session_key",
@@ -353,6 +356,19 @@ def compile_step(model: DecodeBackbone, dtype: torch.dtype, *, again: bool = Fal
         return LIBRARY.build(_step_program(model, cache, ctx), again=again)
 
 
+def code_for(model: DecodeBackbone, dtype: torch.dtype) -> CodeOnDisk:
+    """The native code that single-token steps on caches of ``dtype`` would find, by looking at the folder alone.
+
+    The model may stand on the meta device: its structure decides.
+    """
+    return code_on_disk(_identity(model, dtype))
+
+
+def _identity(model: DecodeBackbone, dtype: torch.dtype) -> str:
+    """What recordings of the model's steps depend on besides what a probe shows."""
+    return shelf_identity(model, (model.structure_key().components, str(dtype)))
+
+
 def _step_program(model: DecodeBackbone, cache: KvCache, ctx: InferenceContext) -> StepProgram:
     """The recorded single-token step, taken without running one."""
     _check_weights(model, cache, DataConsts.REBINDABLE.value)
@@ -376,7 +392,7 @@ def _program(
     if program is None:
         owned = [*model.parameters(), *model.buffers()]
         examples = [binding.tensors for binding in bindings]
-        shelf = Shelf(CodeCache.of_this_user(), shelf_identity(model, memo[1].components)) if ctx.may_compile else None
+        shelf = Shelf(CodeCache.of_this_user(), _identity(model, cache.dtype)) if ctx.may_compile else None
         program = record_program(segments, examples, owned, model.decode_family(), shelf)
         ctx.stats.recordings += program.recorded_now
         model._programs[memo] = program

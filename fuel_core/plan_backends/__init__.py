@@ -11,7 +11,7 @@ import torch
 from fuel_core.code_cache import CodeCache
 from fuel_core.errors import BackendUnavailableError
 from fuel_core.plan_backends.code_key import shelf_identity
-from fuel_core.plan_backends.compiled import LIBRARY, BuiltCode, CompiledPlan
+from fuel_core.plan_backends.compiled import LIBRARY, BuiltCode, CodeOnDisk, CompiledPlan, code_on_disk
 from fuel_core.plan_backends.recorded import HeldPlan
 from fuel_core.plan_backends.recording import Recording, Shelf, StepProgram, record_program, recordings_made
 from fuel_core.plan_backends.segments import HIDDEN, Segment, SegmentBinding
@@ -22,6 +22,7 @@ __all__ = [
     "PLAN_MODES",
     "BuiltCode",
     "CodeCache",
+    "CodeOnDisk",
     "CompiledPlan",
     "HeldPlan",
     "Recording",
@@ -29,6 +30,7 @@ __all__ = [
     "SegmentBinding",
     "Shelf",
     "StepProgram",
+    "code_on_disk",
     "record_program",
     "recordings_made",
     "resolve_backend",

@@ -23,7 +23,7 @@ from fuel_core import __version__
 from fuel_core.code_cache import compiler
 from fuel_core.plan_backends.rewrites import REWRITES
 
-__all__ = ["INDUCTOR_OPTIONS", "code_key", "compiler", "environment", "shelf_identity", "shelf_key"]
+__all__ = ["INDUCTOR_OPTIONS", "code_key", "compiler", "environment", "index_key", "shelf_identity", "shelf_key"]
 
 # Threads: left to itself, the compiler writes the number of the machine it ran on into the code. With one, its own
 # kernels (small ones) run serially, and the products, which are torch's, follow the process' setting.
@@ -101,6 +101,11 @@ def shelf_identity(model: object, structure: Hashable) -> str:
     sources = {_file_of(module) for module in _modules_of(model)}
     digests = [(Path(file).name, _hash_of(file, os.stat(file).st_mtime_ns)) for file in sorted(filter(None, sources))]
     return _digest("shelf", digests, structure, torch.__version__, torch.version.git_version, __version__, _sources())
+
+
+def index_key(identity: str, environment: Mapping[str, str]) -> str:
+    """The name of the list of code keys that a model (``shelf_identity``) came to under ``environment``."""
+    return _digest("index", identity, sorted(environment.items()))
 
 
 def shelf_key(identity: str, probed: Hashable) -> str:

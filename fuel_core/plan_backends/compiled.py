@@ -6,6 +6,7 @@ is compared with its recording before it is first used in a process. Using it ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -19,14 +20,14 @@ from torch import Tensor
 from fuel_core.code_cache import CacheUnusable, CodeCache, Entry
 from fuel_core.errors import PlanError, TopologyChanged
 from fuel_core.plan_backends import build_job, lowering
-from fuel_core.plan_backends.code_key import code_key, compiler, environment
+from fuel_core.plan_backends.code_key import code_key, compiler, environment, index_key
 from fuel_core.plan_backends.graph_text import UnwritableGraph, write_graph
 from fuel_core.plan_backends.recorded import HeldPlan
 from fuel_core.plan_backends.recording import ProgramSegment, Recording, StepProgram
 from fuel_core.plan_backends.segments import HIDDEN, Segment, SegmentBinding
 from fuel_core.token_data import StepSymbols
 
-__all__ = ["BuiltCode", "CodeInProcess", "CompiledPlan", "NativeCode"]
+__all__ = ["BuiltCode", "CodeInProcess", "CodeOnDisk", "CompiledPlan", "NativeCode", "code_on_disk"]
 
 log = logging.getLogger("fuel.code")
 
@@ -166,6 +167,36 @@ class BuiltCode:
         return self.status in ("built", "found")
 
 
+@dataclass(frozen=True)
+class CodeOnDisk:
+    """What the cache holds for one model, as far as looking tells."""
+
+    status: str
+    """``there``, ``partly``, ``none``, ``refused``, or ``unusable`` where the folder is."""
+    folder: str
+    detail: str = ""
+    layers: int = 0
+    """Distinct layers that take code; 0 where that is not known, because none was ever made for the model here."""
+    found: int = 0
+    bytes: int = 0
+
+
+def code_on_disk(identity: str) -> CodeOnDisk:
+    """The code of a model (``shelf_identity``) in the cache. Records, loads and changes nothing."""
+    cache = CodeCache.of_this_user()
+    try:
+        index = cache.look(index_key(identity, environment()))
+        keys = [] if index is None else [str(key) for key in index.about.get("code", ())]
+        entries = [entry for entry in map(cache.look, keys) if entry is not None]
+    except CacheUnusable as error:
+        return CodeOnDisk("unusable", str(cache.root), str(error))
+    refused = [str(entry.about["refused"]) for entry in entries if "refused" in entry.about]
+    if refused:
+        return CodeOnDisk("refused", str(cache.root), refused[0], len(keys))
+    status = "none" if not entries else "there" if len(entries) == len(keys) else "partly"
+    return CodeOnDisk(status, str(cache.root), "", len(keys), len(entries), sum(entry.size for entry in entries))
+
+
 @dataclass
 class CodeInProcess:
     """The code of this process: what is loaded, what was refused, and the one build that may be running."""
@@ -179,6 +210,8 @@ class CodeInProcess:
     asked: set[str] = field(default_factory=set)
     """Keys that a background build was asked for: no second one in this process, whatever became of it."""
     warned: set[str] = field(default_factory=set)
+    listed: set[str] = field(default_factory=set)
+    """Models whose code is written down in the cache."""
 
     # -- look up -----------------------------------------------------------------------------------------
 
@@ -194,7 +227,20 @@ class CodeInProcess:
                 if code is None:
                     return {}
                 found[segment.recording.fingerprint] = code
+            if found:
+                self._list(CodeCache.of_this_user(), program)
         return found
+
+    def _list(self, cache: CodeCache, program: StepProgram) -> None:
+        """Write down which code is the program's, so that it can be looked for without recording anything."""
+        if program.identity is None or program.identity in self.listed:
+            return
+        self.listed.add(program.identity)
+        key = index_key(program.identity, environment())
+        if not cache.has(key):
+            codes = [self.key(segment.recording) for segment in program.compilable]
+            with contextlib.suppress(CacheUnusable):
+                cache.store(key, {}, {"kind": "index", "code": codes})
 
     def refuses(self, program: StepProgram) -> bool:
         """Whether there is code of the program that must not be used."""
@@ -274,6 +320,8 @@ class CodeInProcess:
         with self.lock:
             for segment in program.compilable:
                 results.append(self._outcome(cache, segment, failure, built=segment.name in made))
+            if results and all(each.usable for each in results):
+                self._list(cache, program)
         return results
 
     def _is_refused(self, cache: CodeCache, key: str) -> bool:
@@ -361,6 +409,7 @@ class CodeInProcess:
                     "fingerprint": stored.recording.fingerprint,
                 }
                 cache.store(str(stored.shelf_key), {}, about)
+        self._list(cache, program)
         return build_job.start(cache, parts, background=background)
 
     # -- in the background ---------------------------------------------------------------------------------

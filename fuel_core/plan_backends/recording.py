@@ -188,6 +188,8 @@ class StepProgram:
     segments: tuple[ProgramSegment, ...]
     recorded_now: int
     """How many traces building this program took (0 when all were shared)."""
+    identity: str | None = None
+    """What the model's recordings depend on (``shelf_identity``); None where none may be stored."""
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -289,7 +291,7 @@ def record_program(
             if shelf is not None and stored_as is not None:
                 recording.shelf_keys[shelf.identity] = stored_as
             program.append(ProgramSegment(segment.name, recording, log.weights, stored_as))
-    return StepProgram(tuple(program), _shared.made - before)
+    return StepProgram(tuple(program), _shared.made - before, None if shelf is None else shelf.identity)
 
 
 def _layout(segment: Segment, scratch: Mapping[str, Tensor], log: ProbeLog) -> Layout:

@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from fuel_core import ConfigReader, RawConfig, RopePlan, RopeVariant, errors
+from fuel_core import ConfigReader, RawConfig, RopeParameters, RopePlan, RopeVariant, errors
 from torch import Tensor
 
 from fuel_gemma import gemma
@@ -70,8 +70,8 @@ _GGUF_NO_BASE = "gguf: default of rope.freq_base"
 class Gemma3Config(Gemma2Config):
     """Resolved spec of a gemma3 decoder; ``rope`` is that of the layers without a window."""
 
-    rope_local: Any
-    """Of the layers with a window; of the type of ``rope``."""
+    rope_local: RopeParameters
+    """Of the layers with a window."""
 
 
 def resolve_config(raw: RawConfig) -> Gemma3Config:
