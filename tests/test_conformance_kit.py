@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,6 +227,21 @@ def test_sabotage_catches_what_touches_the_family_and_says_what_does_not() -> No
         "interleaved-swapped": "does not apply",
     }
     assert found["window-wider"].by == "correctness.windows_crossed_twice[windowed]"
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core import layers
+
+    class OwnNorm(layers.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layers.rms_norm(x, self.weight, self.eps)
+
+    if own:
+        monkeypatch.setattr(toy, "layers", SimpleNamespace(**{**vars(layers), "RMSNorm": OwnNorm}))
+    configs = {"plain": {**CONFORMANCE.configs["plain"], "rms_norm_eps": 1e-3}}
+    (outcome,) = sabotage(Workspace(declared(configs=configs)), only=["norm-eps"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
 
 
 def test_sabotage_leaves_the_process_as_it_was() -> None:
