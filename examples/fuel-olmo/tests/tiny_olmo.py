@@ -8,8 +8,15 @@ from typing import Any
 
 import gguf
 import torch
-from fuel_core import DecodeBackbone, InferenceContext, KvCache, RawConfig, forward_decode_step
-from fuel_core import load_weights, open_checkpoint
+from fuel_core import (
+    DecodeBackbone,
+    InferenceContext,
+    KvCache,
+    RawConfig,
+    forward_decode_step,
+    load_weights,
+    open_checkpoint,
+)
 from fuel_core.testing import transformers_oracle
 from safetensors.torch import load_file
 from torch import Tensor
