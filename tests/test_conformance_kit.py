@@ -300,6 +300,21 @@ def test_check_of_a_file_shows_a_failure_and_exits_with_two(tmp_path: Path, caps
     assert "3 of 3 checks failed" in shown.err
 
 
+def test_failures_of_one_cause_are_short_and_say_where_to_begin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from fuel_core.testing.negative_controls import CONTROLS\n"
+        "conformance = next(c for c in CONTROLS if c.name == 'bias-forgotten').declaration()\n"
+    )
+    only = ["contract.dims_agree", "contract.every_weight_reaches_the_logits", "correctness.fresh_steps"]
+    assert cli.main(["check", str(file), *(word for name in only for word in ("--only", name))]) == 2
+    told = capsys.readouterr().err
+    assert told.count("correctness.fresh_steps catches: ") == 1
+    assert "checks failed; begin with contract.every_weight_reaches_the_logits, the others may follow" in told
+
+
 def test_check_shows_survivors_and_exits_with_two(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

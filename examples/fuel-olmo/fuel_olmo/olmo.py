@@ -1,6 +1,6 @@
 """OLMo-2.
 
-Differs from Llama in:
+Differs from a plain pre-norm decoder (RMSNorm, grouped-query attention with rotary positions, SwiGLU) in:
 - attention and MLP read the residual as it is, and what they give is normalised before it is added;
 - queries and keys are normalised over the whole projection, before they are cut into heads and rotated;
 - a norm multiplies by its gain in float32 and rounds once;
@@ -9,7 +9,7 @@ Differs from Llama in:
 model_type ``olmo2``; GGUF architecture ``olmo2``, which files of OLMo-3 bear as well: those have windows and are
 refused. OLMo team 2025 (arXiv 2501.00656). The places of the norms follow ``modeling_olmo2`` of transformers.
 
-Shape letters: B batch, T tokens of this step, D hidden_size, H query heads, G kv heads, K head_dim, V vocab_size.
+Shape letters: B batch, T tokens of this step, D hidden_size, H query heads, G kv heads, K head_dim.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from fuel_core import (
     layers,
 )
 from torch import Tensor, nn
+
+MODEL_TYPES = ("olmo2",)
+GGUF_ARCHITECTURES = ("olmo2",)
 
 # Of the reference class, for keys that a file may leave out; GGUF files name no activation. The base of the rotation
 # has no default: every release states one, and a guessed one gives fluent nonsense on long text.

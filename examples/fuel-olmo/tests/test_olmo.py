@@ -1,4 +1,4 @@
-"""OLMo-2 against transformers, and every item of "Differs from Llama in" of the model file."""
+"""OLMo-2 against transformers, and every item of "Differs from" in its file."""
 
 from __future__ import annotations
 
