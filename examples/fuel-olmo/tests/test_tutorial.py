@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from fuel_core.cli import main
 
 import fuel_olmo
 
@@ -35,6 +37,15 @@ def applied(diff: str, source: str) -> str:
 def plain(text: str) -> str:
     """A line less what may differ between machines: measured numbers and spacing."""
     return " ".join(re.sub(r"\d+\.\d+(e-?\d+)?", "#", text).split())
+
+
+def test_inspect_shows_the_rows_of_the_tutorial(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (name, rows) = re.findall(r"```text\n\$ fuel inspect (\S+)\n(.*?)```", TUTORIAL.read_text("utf-8"), re.S)[0]
+    published = json.loads((Path(__file__).parent / "published_configs.json").read_text("utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps(published[name]["config"]))
+    assert main(["inspect", str(tmp_path)]) == 0
+    printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert all(" ".join(row.split()) in printed for row in rows.splitlines())
 
 
 def test_there_are_three_mistakes() -> None:
