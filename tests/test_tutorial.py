@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from fuel_core.cli import main
+from fuel_core.cli.app import command
+
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = ROOT / "docs" / "writing-a-family.md"
 EXAMPLE = ROOT / "examples" / "fuel-olmo"
@@ -65,6 +68,27 @@ def test_every_difference_of_the_model_file_is_shown() -> None:
         "CONFORMANCE = ",
     ):
         assert part in shown
+
+
+# What the tutorial says in words.
+IN_WORDS = {
+    "    errors,",
+    "True logits come from transformers, which is in the `test` extra.",
+    "from fuel_core.testing import Conformance, transformers_oracle",
+}
+
+
+@pytest.mark.skipif("new-family" not in command().commands, reason="this core has no fuel new-family")
+def test_every_line_that_the_scaffold_does_not_write_is_shown(tmp_path: Path) -> None:
+    """Whoever follows the tutorial from `fuel new-family` ends with this package, and nothing is left to guess."""
+    # Under another name: the example's own may be installed.
+    assert main(["new-family", "zebra", "--model-type", "zebra2", "--into", str(tmp_path)]) == 0
+    shown = "".join(block["text"] for block in BLOCK.finditer(TUTORIAL.read_text("utf-8")) if block["place"])
+    for file in ("__init__.py", "family.py", "olmo.py", "conformance.py"):
+        given = (tmp_path / "fuel-zebra" / "fuel_zebra" / file.replace("olmo", "zebra")).read_text("utf-8")
+        given = given.replace("zebra", "olmo").replace("Zebra", "Olmo")
+        lines = (EXAMPLE / "fuel_olmo" / file).read_text("utf-8").splitlines()
+        assert {line for line in lines if line not in {*given.splitlines(), *shown.splitlines()}} <= IN_WORDS, file
 
 
 def test_config_shown_is_that_of_the_release() -> None:
