@@ -21,10 +21,10 @@ SHARED: Mapping[str, Any] = {
     "head_dim": 20,
     "rms_norm_eps": 1e-3,
     "max_position_embeddings": 512,
-    "bos_token_id": 1,
     "eos_token_id": 2,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
 
 CONFORMANCE = Conformance(
     family="fuel_olmo.family:FAMILY",
@@ -35,12 +35,7 @@ CONFORMANCE = Conformance(
             "num_key_value_heads": 2,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 128,
-            },
+            "rope_parameters": YARN,
         },
     },
     capabilities={"bias", "full_heads", "grouped_heads", "rope", "tied_head"},

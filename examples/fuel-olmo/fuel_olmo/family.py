@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from fuel_core import Family
 
-from fuel_olmo.olmo import DEFAULTS, GGUF_ARCHITECTURES, MODEL_TYPES, OlmoBackbone, resolve_config
+from fuel_olmo.olmo import (
+    DEFAULTS,
+    GGUF_ARCHITECTURES,
+    MODEL_TYPES,
+    OlmoBackbone,
+    resolve_config,
+)
 
 FAMILY = Family(
     name="olmo",
