@@ -295,14 +295,12 @@ def test_check_of_a_file_shows_a_failure_and_exits_with_two(tmp_path: Path, caps
     shown = capsys.readouterr()
     assert "contract.dims_agree  3 failed" in shown.out
     assert "dims say hidden 136" in shown.err
-    assert "contract.dims_agree catches: Dims, state specs" in shown.err
+    assert shown.err.count("contract.dims_agree catches: Dims, state specs") == 1
     assert "--sabotage was left out" in shown.err
     assert "3 of 3 checks failed" in shown.err
 
 
-def test_failures_of_one_cause_are_short_and_say_where_to_begin(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_of_one_cause_say_where_to_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "wrong.py"
     file.write_text(
         "from fuel_core.testing.negative_controls import CONTROLS\n"
@@ -311,7 +309,6 @@ def test_failures_of_one_cause_are_short_and_say_where_to_begin(
     only = ["contract.dims_agree", "contract.every_weight_reaches_the_logits", "correctness.fresh_steps"]
     assert cli.main(["check", str(file), *(word for name in only for word in ("--only", name))]) == 2
     told = capsys.readouterr().err
-    assert told.count("correctness.fresh_steps catches: ") == 1
     assert "checks failed; begin with contract.every_weight_reaches_the_logits, the others may follow" in told
 
 
