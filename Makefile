@@ -10,12 +10,14 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-PLUGINS := $(notdir $(wildcard plugins/fuel-*))
-METADATA := pyproject.toml constraints.txt $(wildcard plugins/fuel-*/pyproject.toml)
+# Families of this checkout, by folder; an example that is a package is treated like the others.
+PLUGINS := $(wildcard plugins/fuel-* examples/fuel-*)
+METADATA := pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 
 # An argument of test-plugin: which plugin, and which core it meets.
 P ?= fuel-llama
 CORE ?= wheel
+FOLDER = $(or $(filter %/$(notdir $(P)),$(PLUGINS)),$(error no family $(P) among $(PLUGINS)))
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-core test-plugin test-plugin-wheel test-plugin-checkout lint bench compare sabotage fuzz docs clean
@@ -32,7 +34,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(METADATA)
-	$(PIP) -e . $(foreach plugin,$(PLUGINS),-e plugins/$(plugin))
+	$(PIP) -e . $(foreach plugin,$(PLUGINS),-e $(plugin))
 	touch $@
 
 $(VENV)/.test: $(VENV)/.installed
@@ -71,7 +73,7 @@ lint: $(VENV)/.test ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@for plugin in $(PLUGINS); do (cd plugins/$$plugin && echo "mypy $$plugin" && $(abspath $(BIN))/mypy) || exit 1; done
+	@for plugin in $(PLUGINS); do (cd $$plugin && echo "mypy $$plugin" && $(abspath $(BIN))/mypy) || exit 1; done
 	$(BIN)/lint-imports
 
 # Toy tensors are too small to share among threads; two processes use two cores better.
@@ -81,7 +83,7 @@ test-core: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels ## the core's tests; th
 test-plugin: test-plugin-$(CORE) ## one plugin's tests: P=fuel-llama CORE=wheel, or CORE=checkout without building
 
 test-plugin-checkout: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels
-	cd plugins/$(P) && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q -n 2
+	cd $(FOLDER) && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q -n 2
 
 # The tests meet what a user would install: wheels, in an environment that cannot see this checkout.
 WHEEL_VENV := $(VENV)-wheel
@@ -94,7 +96,7 @@ $(WHEEL_VENV)/.deps: constraints.txt
 	touch $@
 
 test-plugin-wheel: $(VENV)/.test $(WHEEL_VENV)/.deps
-	bash .ci/test-wheel $(P) $(abspath $(BIN))/python $(WHEEL_BIN)/python
+	bash .ci/test-wheel $(FOLDER) $(abspath $(BIN))/python $(WHEEL_BIN)/python
 
 bench: $(VENV)/.installed $(VENV)/.model ## D1 and D2 on the same prompt
 	$(BIN)/fuel bench "$(MODEL)"
@@ -120,7 +122,7 @@ compare: $(VENV)/.installed $(VENV)/.model $(PEERS_VENV)/.installed ## fuel, tra
 SABOTAGED_fuel-llama := test_golden.py test_decode_shape_geometry.py
 SABOTAGED_fuel-gemma := test_against_transformers.py test_gguf.py
 SABOTAGED := $(addprefix tests/test_,two_halves.py session.py entry_points.py context.py token_data.py toy_parity.py) \
-	$(foreach plugin,$(PLUGINS),$(addprefix plugins/$(plugin)/tests/,$(SABOTAGED_$(plugin))))
+	$(foreach plugin,$(PLUGINS),$(addprefix $(plugin)/tests/,$(SABOTAGED_$(notdir $(plugin)))))
 
 sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests each planted defect turns red
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuel_core.testing.sabotage --jobs 2 $(addprefix --suite ,$(SABOTAGED)) \
@@ -134,4 +136,4 @@ docs: $(VENV)/.installed ## a site of docs/, in build/site; the pages are plain 
 	$(BIN)/mkdocs build --strict
 
 clean: ## remove the environments and what builds left behind
-	rm -rf $(VENV) $(WHEEL_VENV) $(PEERS_VENV) build dist plugins/*/build plugins/*/dist
+	rm -rf $(VENV) $(WHEEL_VENV) $(PEERS_VENV) build dist $(foreach plugin,$(PLUGINS),$(plugin)/build $(plugin)/dist)

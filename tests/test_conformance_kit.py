@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,6 +232,21 @@ def test_sabotage_catches_what_touches_the_family_and_says_what_does_not() -> No
     assert found["window-wider"].by == "correctness.windows_crossed_twice[windowed]"
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core import layers
+
+    class OwnNorm(layers.RMSNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layers.rms_norm(x, self.weight, self.eps)
+
+    if own:
+        monkeypatch.setattr(toy, "layers", SimpleNamespace(**{**vars(layers), "RMSNorm": OwnNorm}))
+    configs = {"plain": {**CONFORMANCE.configs["plain"], "rms_norm_eps": 1e-3}}
+    (outcome,) = sabotage(Workspace(declared(configs=configs)), only=["norm-eps"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
+
+
 def test_sabotage_leaves_the_process_as_it_was() -> None:
     from fuel_core import layers
 
@@ -282,9 +298,21 @@ def test_check_of_a_file_shows_a_failure_and_exits_with_two(tmp_path: Path, caps
     shown = capsys.readouterr()
     assert "contract.dims_agree  3 failed" in shown.out
     assert "dims say hidden 136" in shown.err
-    assert "contract.dims_agree catches: Dims, state specs" in shown.err
+    assert shown.err.count("contract.dims_agree catches: Dims, state specs") == 1
     assert "--sabotage was left out" in shown.err
     assert "3 of 3 checks failed" in shown.err
+
+
+def test_failures_of_one_cause_say_where_to_begin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "wrong.py"
+    file.write_text(
+        "from fuel_core.testing.negative_controls import CONTROLS\n"
+        "conformance = next(c for c in CONTROLS if c.name == 'bias-forgotten').declaration()\n"
+    )
+    only = ["contract.dims_agree", "contract.every_weight_reaches_the_logits", "correctness.fresh_steps"]
+    assert cli.main(["check", str(file), *(word for name in only for word in ("--only", name))]) == 2
+    told = capsys.readouterr().err
+    assert "checks failed; begin with contract.every_weight_reaches_the_logits, the others may follow" in told
 
 
 def test_check_shows_survivors_and_exits_with_two(

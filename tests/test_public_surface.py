@@ -18,7 +18,7 @@ from fuel_core.checkpoint import published
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = ROOT / "fuel_core"
-PLUGINS = sorted(ROOT.glob("plugins/fuel-*/fuel_*"))
+PLUGINS = sorted([*ROOT.glob("plugins/fuel-*/fuel_*"), *ROOT.glob("examples/fuel-*/fuel_*")])
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str | None]]:

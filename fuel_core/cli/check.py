@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -60,18 +61,27 @@ def check(
     else:
         catches = {one.name: one.catches for one in checks()}
         _show(results)
-        for result in bad:
-            name = result.name.partition("[")[0]
-            note(f"{result.name}: {result.detail}\n  {name} catches: {catches[name]}")
+        for name, of_check in groupby(bad, key=_check_of):
+            for result in of_check:
+                note(f"{result.name}: {result.detail}")
+            note(f"  {name} catches: {catches[name]}")
         if outcomes:
             _show_outcomes(outcomes)
         if sabotage and bad:
             note("fuel: --sabotage was left out: a family that fails already shows nothing")
     if bad or survivors:
         told = [f"{len(bad)} of {len(results)} checks failed"] if bad else []
+        if len({_check_of(result) for result in bad}) > 1:
+            # Checks are in the order in which to mend them: wrong arithmetic fails most of those after it.
+            told = [f"{told[0]}; begin with {_check_of(bad[0])}, the others may follow from it"]
         told += [f"{len(survivors)} defects survived: {', '.join(o.name for o in survivors)}"] if survivors else []
         note(f"fuel: {workspace.family.name}: {'; '.join(told)}")
         raise typer.Exit(2)
+
+
+def _check_of(result: Result) -> str:
+    """The check's name, without the config it ran on."""
+    return result.name.partition("[")[0]
 
 
 def _report(family: str, results: Sequence[Result], outcomes: Sequence[Outcome] | None) -> dict[str, Any]:
@@ -97,7 +107,7 @@ def _show(results: Sequence[Result]) -> None:
     """One row a check: how its configs went."""
     rows: dict[str, list[Result]] = {}
     for result in results:
-        rows.setdefault(result.name.partition("[")[0], []).append(result)
+        rows.setdefault(_check_of(result), []).append(result)
     shown = table("check", "outcome", "seconds")
     for name, of_check in rows.items():
         counts = Counter(result.outcome for result in of_check)

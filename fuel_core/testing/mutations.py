@@ -127,6 +127,19 @@ def _method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[list
     return patch
 
 
+def _both(*patches: Callable[[list[int]], AbstractContextManager[object]]) -> Any:
+    """Several patches that are one defect."""
+
+    @contextlib.contextmanager
+    def patch(called: list[int]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for one in patches:
+                stack.enter_context(one(called))
+            yield
+
+    return patch
+
+
 def _always(_: Case) -> bool:
     return True
 
@@ -320,7 +333,10 @@ def _arithmetic() -> list[Mutation]:
         Mutation("swiglu-swapped", "the activation is put on the other half", steps, _always,
                  patch=_function("swiglu", lambda f: lambda x, gate, up, down: f(x, up, gate, down))),
         Mutation("norm-eps", "a tenth of the epsilon", steps, lambda c: _eps(c) >= 1e-4,
-                 patch=_method(layers.RMSNorm, "forward", _norm_eps)),
+                 patch=_both(
+                     _method(layers.RMSNorm, "forward", _norm_eps),
+                     # Of a family whose norm is a class of its own around the function.
+                     _function("rms_norm", lambda f: lambda x, weight, eps: f(x, weight, eps * 0.1)))),
         Mutation("bias-dropped", "no projection adds its bias", steps,
                  lambda c: any(n.endswith("proj.bias") for n, _ in c.shared.named_parameters()),
                  patch=_method(sys.modules["fuel_core.layers.linear"], "linear", _without_bias)),
