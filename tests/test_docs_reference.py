@@ -77,9 +77,6 @@ SOURCES = [
     p.read_text() for folder in ("examples", "plugins") for p in sorted((ROOT / folder).rglob("*.py")) if _is_ours(p)
 ]
 
-# Named in the index before it is there; harmless once it is.
-TO_COME = {"writing-a-family.md"}
-
 HOOKS_WITH_A_DEFAULT = ("decode_config", "decode_bound_fields", "tied_weights")
 
 
@@ -352,8 +349,7 @@ def test_places_named_on_the_way_of_a_request_exist() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
 def test_links_and_anchors_lead_somewhere(document: Path) -> None:
-    found = dead_links(document, document.read_text())
-    assert [link for link in found if link.partition(":")[0] not in TO_COME] == []
+    assert dead_links(document, document.read_text()) == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=_name)
@@ -380,12 +376,10 @@ def test_every_decision_is_listed() -> None:
 
 def test_every_page_is_in_the_index_and_in_the_navigation_of_the_site() -> None:
     pages = [str(page.relative_to(DOCS)) for page in PAGES if page.parent == DOCS and page.name != "README.md"]
-    to_come = {name for name in TO_COME if not (DOCS / name).exists()}
     listed = set(re.findall(r"\]\(([\w-]+\.md)\)", _page("README.md")))
-    assert list_complaints("docs/README.md", sorted(listed - to_come), pages) == []
+    assert list_complaints("docs/README.md", sorted(listed), pages) == []
     navigation = re.findall(r": *([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    shown = [page for page in navigation if page not in to_come]
-    assert list_complaints("mkdocs.yml", shown, [str(page.relative_to(DOCS)) for page in PAGES]) == []
+    assert list_complaints("mkdocs.yml", navigation, [str(page.relative_to(DOCS)) for page in PAGES]) == []
 
 
 # -- examples ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from fuel_core.cli import main
-from fuel_core.cli.app import command
 
 ROOT = Path(__file__).resolve().parent.parent
 TUTORIAL = ROOT / "docs" / "writing-a-family.md"
@@ -78,7 +77,6 @@ IN_WORDS = {
 }
 
 
-@pytest.mark.skipif("new-family" not in command().commands, reason="this core has no fuel new-family")
 def test_every_line_that_the_scaffold_does_not_write_is_shown(tmp_path: Path) -> None:
     """Whoever follows the tutorial from `fuel new-family` ends with this package, and nothing is left to guess."""
     # Under another name: the example's own may be installed.
