@@ -125,10 +125,12 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch says it as a RuntimeError on a CPU, and as a kind of its own elsewhere; neither is worth importing it for.
+    # torch says it as a RuntimeError on a CPU, and as a kind of its own elsewhere; neither is worth importing it for. A
+    # library that finds no room to be mapped is an ImportError.
+    said = ("can't allocate memory", "cannot allocate memory", "failed to map segment")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+        isinstance(error, RuntimeError | ImportError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(words in str(error).lower() for words in said))
     )
 
 
