@@ -480,7 +480,7 @@ class ConfigReader:
         allowed = tuple(kinds)
         if allowed and kind not in allowed:
             raise ConfigError(
-                f"{place}: RoPE type {word!r} ({kind}) is not implemented{self._for()}: expected one of "
+                f"{place}: RoPE type {shown(word)} ({kind}) is not implemented{self._for()}: expected one of "
                 f"{', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that has it"
             )
         wanted = frozenset(allow)
@@ -494,7 +494,7 @@ class ConfigReader:
         theta, theta_place = self._rope_theta(block, place, theta_key)
         if kind == "yarn" and theta == 1.0:
             raise ConfigError(
-                f"{theta_place}: expected rope_theta to differ from 1 where the RoPE type is {word!r} (every pair "
+                f"{theta_place}: expected rope_theta to differ from 1 where the RoPE type is {shown(word)} (every pair "
                 f"would turn alike){self._for()}; correct the config"
             )
         numbers: dict[_Str, Any] = {
@@ -521,7 +521,7 @@ class ConfigReader:
         missing = [k for k in _ROPE_NEEDS[kind] if k not in present]
         if missing and not explicit:
             raise ConfigError(
-                f"{place}: RoPE type {word!r} needs {', '.join(missing)}, found "
+                f"{place}: RoPE type {shown(word)} needs {', '.join(missing)}, found "
                 f"{listed(sorted(block), 12) or 'nothing'}{self._for()}; complete the config"
             )
         if kind == "banded" and not explicit and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:

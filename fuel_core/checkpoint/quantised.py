@@ -29,6 +29,8 @@ _LEAVES: Final = {
     "W_q": "hqq",
     "Qidxs": "quip",
     "codebooks": "aqlm",
+    "weight_scales": "eetq",
+    "_scale": "quanto",
 }
 _DTYPES: Final = {"F8_": "fp8", "F6_": "fp6", "F4": "fp4"}
 
@@ -48,10 +50,16 @@ def undeclared_method(infos: Mapping[str, TensorInfo]) -> tuple[str, str] | None
             if packed or f"{stem}.biases" in infos:
                 return "mlx", name
         if leaf in ("weight_scale", "scale_weight") and f"{stem}.weight" in infos:
-            return ("int8" if infos[f"{stem}.weight"].dtype_name == "int8" else "fp8"), name
+            # Bytes are pairs of 4-bit numbers: with two levels of scales, or four numbers of three values.
+            packed = "nvfp4" if f"{stem}.weight_scale_2" in infos else "bitnet"
+            return {"int8": "int8", "uint8": packed}.get(infos[f"{stem}.weight"].dtype_name, "fp8"), name
+        if leaf == "indices" and f"{stem}.centroids.weight" in infos:
+            return "vptq", name
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in infos:
             return "mxfp4", name
         for start, word in _DTYPES.items():
+            if f"{stem}.weight_scale_2" in infos:
+                continue  # its scales are stored so
             if info.dtype_name.startswith(start):
                 return word, name
     return None
