@@ -4,9 +4,9 @@
 
 Each case is one seed: `python tests/fuzz_files.py --only gguf:1234` runs one again. Configs are the toy's and those
 that installed families declare to the conformance kit, as they are and under `text_config`, and are resolved by them;
-GGUF files are single and split. What was found once is kept in tests/corpus, and every run starts with it. A case fails if something else than a FuelError comes out, if the message is
-longer than a screen line can be or has several lines, if it takes more than a second, or if memory grows beyond
-256 MiB over the run.
+GGUF files are single and split. What was found once is kept in tests/corpus, and every run starts with it. A case fails
+if something else than a FuelError comes out, if the message is longer than a screen line can be or has several lines,
+if it takes more than a second, or if memory grows beyond 256 MiB over the run.
 """
 
 from __future__ import annotations
