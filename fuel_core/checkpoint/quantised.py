@@ -51,8 +51,8 @@ def undeclared_method(infos: Mapping[str, TensorInfo]) -> tuple[str, str] | None
                 return "mlx", name
         if leaf in ("weight_scale", "scale_weight") and f"{stem}.weight" in infos:
             # Bytes are pairs of 4-bit numbers: with two levels of scales, or four numbers of three values.
-            packed = "nvfp4" if f"{stem}.weight_scale_2" in infos else "bitnet"
-            return {"int8": "int8", "uint8": packed}.get(infos[f"{stem}.weight"].dtype_name, "fp8"), name
+            of_bytes = "nvfp4" if f"{stem}.weight_scale_2" in infos else "bitnet"
+            return {"int8": "int8", "uint8": of_bytes}.get(infos[f"{stem}.weight"].dtype_name, "fp8"), name
         if leaf == "indices" and f"{stem}.centroids.weight" in infos:
             return "vptq", name
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in infos:
