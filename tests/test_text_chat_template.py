@@ -133,6 +133,8 @@ ENDLESS = [
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{{ 'x'.center(10000000000) }}{{ 'x'.zfill(width=10000000000) }}",
     "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
     "{% for i in [[1]] recursive %}{{ loop(i) }}{% endfor %}{% for a in 'ab' recursive %}{{ loop('ab') }}{% endfor %}",
 ]
@@ -149,6 +151,10 @@ def test_template_of_a_long_conversation_is_within_its_steps() -> None:
     messages = [{"role": "user", "content": "word " * 50}] * 10_000
     source = "{% for m in messages %}{{ m.role + ': ' + m['content'] | trim }}{{ loop.index0 % 2 }}{% endfor %}"
     assert len(render(source, messages)) > 2_500_000
+
+
+def test_texts_are_joined_as_they_are() -> None:
+    assert render("{{ 'a' ~ 1 ~ none ~ nowhere ~ [1] ~ messages[0].role ~ ('b' ~ 2.5) }}") == "a1None[1]userb2.5"
 
 
 def test_loops_know_their_length_and_their_neighbours() -> None:

@@ -32,6 +32,7 @@ _LEAVES: Final = {
     "weight_scales": "eetq",
     "_scale": "quanto",
 }
+_PLAIN: Final = frozenset({"float32", "bfloat16", "float16"})
 _DTYPES: Final = {"F8_": "fp8", "F6_": "fp6", "F4": "fp4"}
 
 
@@ -39,6 +40,8 @@ def undeclared_method(infos: Mapping[str, TensorInfo]) -> tuple[str, str] | None
     """(method, the tensor that shows it), or None for plain weights."""
     for name, info in infos.items():
         stem, _, leaf = name.rpartition(".")
+        if leaf in ("weight", "bias") and info.dtype_name in _PLAIN:
+            continue  # nearly all there are, and what shows a scheme stands beside them
         method = _LEAVES.get(leaf)
         if method is not None:
             return method, name

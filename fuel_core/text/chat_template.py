@@ -76,23 +76,49 @@ def _counted(context: object, items: Iterable[Any]) -> Iterator[Any]:
         yield item
 
 
+@jinja2.pass_context
+def _joined(context: object, parts: Sequence[Any]) -> str:
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > _MOST_ITEMS:
+        raise jinja2.exceptions.SecurityError("a value too large, made with ~")
+    return "".join(texts)
+
+
+def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Bounds(jinja2.visitor.NodeTransformer):
+    """Puts what counts and what measures into a template's tree."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "counted")
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _filtered(jinja2.nodes.List(node.nodes, lineno=node.lineno), "joined")
+
+
 class _Environment(ImmutableSandboxedEnvironment):
     """The sandbox, with bounds on what a template may compute: a file's text must not hold up who loads it.
 
-    Loops, calls and operators are bounded. What single filters and methods make of large numbers is not.
+    Loops, calls and operators are bounded. What single filters make of large numbers is not.
     """
 
     # Those that make much of little; none of them is worked out when the template is compiled.
     intercepted_binops = frozenset({"**", "*", "+", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
-        tree = super()._parse(source, name, filename)
-        for loop in list(tree.find_all(jinja2.nodes.For)):
-            loop.iter = jinja2.nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+        tree: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
         return tree
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         _step()
+        # Widths and counts, of str.center for one.
+        if any(isinstance(value, int) and abs(value) > _MOST_ITEMS for value in (*args, *kwargs.values())):
+            raise jinja2.exceptions.SecurityError("a number too large, given to a function")
         return super().call(*args, **kwargs)
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
@@ -120,6 +146,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     env.filters["tojson"] = _tojson
     env.filters["counted"] = _counted
+    env.filters["joined"] = _joined
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env
