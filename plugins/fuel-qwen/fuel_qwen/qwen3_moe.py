@@ -60,8 +60,8 @@ def resolve_config(raw: RawConfig) -> Qwen3MoeConfig:
     chosen = reader.int("num_experts_per_tok")
     if experts and chosen > experts:
         raise errors.ConfigError(
-            f"{raw.source('num_experts_per_tok')}: expected num_experts_per_tok of at most {experts}, the number of "
-            f"experts, found {chosen} for family 'qwen3_moe'; correct the config"
+            f"{raw.source('num_experts_per_tok')}: expected num_experts_per_tok of at most {experts}, as many as "
+            f"{written} says, found {chosen} for family 'qwen3_moe'; correct the config"
         )
     in_gguf = raw.format == "gguf"
     return reader.finish(
