@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -181,7 +182,13 @@ class Conversation:
             if target.is_dir():
                 raise IsADirectoryError(None, "a folder", str(target))
             try:
-                aside.write_text(text + "\n", encoding="utf-8")
+                with aside.open("w", encoding="utf-8") as file:
+                    file.write(text + "\n")
+                    file.flush()
+                    # A name must not lead to a file whose content never reached the disk.
+                    os.fsync(file.fileno())
+                with suppress(FileNotFoundError):
+                    aside.chmod(stat.S_IMODE(target.stat().st_mode))
                 os.replace(aside, target)
             finally:
                 with suppress(OSError):

@@ -2,10 +2,11 @@
 
     python tests/fuzz_files.py --headers 10000 --configs 2000
 
-Each case is one seed: `python tests/fuzz_files.py --only gguf:1234` runs one again. What was found once is kept in
-tests/corpus, and every run starts with it. A case fails if something else than a FuelError comes out, if the message is
-longer than a screen line can be or has several lines, if it takes more than a second, or if memory grows beyond
-256 MiB over the run.
+Each case is one seed: `python tests/fuzz_files.py --only gguf:1234` runs one again. Configs are the toy's and those
+that installed families declare to the conformance kit, as they are and under `text_config`, and are resolved by them;
+GGUF files are single and split. What was found once is kept in tests/corpus, and every run starts with it. A case fails
+if something else than a FuelError comes out, if the message is longer than a screen line can be or has several lines,
+if it takes more than a second, or if memory grows beyond 256 MiB over the run.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ def mutated_config(base: dict[str, Any], rng: random.Random) -> dict[str, Any]:
         if kind == 0:
             place.pop(key, None)
         elif kind == 1:
-            config = {"model_type": "toy", "text_config": config}
+            config = {"model_type": config.get("model_type", "toy"), "text_config": config}
         elif kind == 2 and isinstance(place.get(key), (int, float)) and not isinstance(place[key], bool):
             place[key] = rng.choice((-place[key], place[key] + 1, place[key] - 1, "1", [place[key]]))
         elif kind == 3:
@@ -224,16 +225,26 @@ def read_all(path: Path) -> None:
 class Fuzzer:
     """Runs cases by name: "gguf:SEED", "safetensors:SEED", "config:SEED"."""
 
-    def __init__(self, folder: Path, resolvers: list[Callable[[RawConfig], object]] | None = None) -> None:
+    def __init__(self, folder: Path, *, installed: bool = False) -> None:
+        """installed: with the families of this environment, so that it is another run where others are installed."""
         self.folder = folder
         self.seeds = _honest(folder / "honest")
-        self.resolvers = [lambda raw: resolve(raw, {"rope_theta": 1e4}), _ask_everything, *(resolvers or [])]
+        self.bases: list[dict[str, Any]] = [TINY]
+        families = []
+        for family, configs in _installed() if installed else ():
+            self.bases += configs
+            families.append(family)
+        self.resolvers = [
+            lambda raw: resolve(raw, {"rope_theta": 1e4}),
+            _ask_everything,
+            lambda raw: [f.resolve_config(raw) for f in families if raw.model_type in f.model_types],
+        ]
 
     def content(self, case: str) -> Any:
         kind, number = case.split(":")
         rng = random.Random(case)
         if kind == "config":
-            return mutated_config(TINY, rng)
+            return mutated_config(self.bases[int(number) % len(self.bases)], rng)
         seeds = self.seeds[kind]
         return mutated(seeds[int(number) % len(seeds)], rng)
 
@@ -263,6 +274,20 @@ class Fuzzer:
         else:
             (folder / "config.json").write_bytes(content)
         return folder
+
+
+def _installed() -> list[tuple[Any, list[dict[str, Any]]]]:
+    """Every installed family that declares itself to the kit, with its configs."""
+    import importlib_metadata
+
+    from fuel_core.testing.declaration import family_of
+    from fuel_core.testing.locate import GROUP, declaration_of
+
+    found = []
+    for point in sorted(importlib_metadata.entry_points(group=GROUP), key=lambda point: point.name):
+        declared = declaration_of(point.name)
+        found.append((family_of(declared), [dict(config) for config in declared.configs.values()]))
+    return found
 
 
 def _ask_everything(raw: RawConfig) -> None:
@@ -319,7 +344,7 @@ def main() -> int:
     worked = failed = 0
     slowest = (0.0, "")
     with tempfile.TemporaryDirectory() as folder:
-        fuzzer = Fuzzer(Path(folder))
+        fuzzer = Fuzzer(Path(folder), installed=True)
         if options.only:
             print("worked" if fuzzer.run(options.only) else "refused")
             return 0

@@ -412,6 +412,97 @@ _LIES: dict[str, bytes] = {
 }
 
 
+# (type of the value, its bytes) in the file: every width and sign, what is no number, text, and lists.
+_VALUES: dict[str, tuple[int, bytes]] = {
+    "u8 0": (0, b"\0"),
+    "i8 -1": (1, b"\xff"),
+    "u16": (2, struct.pack("<H", 2**16 - 1)),
+    "u32 0": (4, struct.pack("<I", 0)),
+    "u32": (4, struct.pack("<I", 2**32 - 1)),
+    "i32 -1": (5, struct.pack("<i", -1)),
+    "f32 0": (6, struct.pack("<f", 0.0)),
+    "f32 nan": (6, struct.pack("<f", float("nan"))),
+    "f32 inf": (6, struct.pack("<f", float("inf"))),
+    "f32 tiny": (6, struct.pack("<f", 1e-45)),
+    "false": (7, b"\0"),
+    "true": (7, b"\1"),
+    "no text": (8, gguf_string("")),
+    "a number as text": (8, gguf_string("7")),
+    "text": (8, gguf_string("banana\n" * 1000)),
+    "no items": (9, _array(4, 0)),
+    "items": (9, _array(4, 3, struct.pack("<III", 1, 2, 3))),
+    "equal items": (9, _array(4, 2, struct.pack("<II", 2, 2))),
+    "texts": (9, _array(8, 2, gguf_string("7") * 2)),
+    "lists": (9, _array(9, 1, _array(4, 1, bytes(4)))),
+    "u64": (10, _u64(2**64 - 1)),
+    "i64": (11, struct.pack("<q", -(2**63))),
+    "f64": (12, struct.pack("<d", 1e308)),
+}
+_USED: dict[str, tuple[int, bytes]] = {
+    "general.architecture": (8, gguf_string("llama")),
+    **{
+        f"llama.{key}": (4, struct.pack("<I", value))
+        for key, value in {
+            "context_length": 128,
+            "embedding_length": 96,
+            "block_count": 1,
+            "feed_forward_length": 160,
+            "attention.head_count": 3,
+            "attention.head_count_kv": 1,
+            "attention.key_length": 32,
+            "attention.value_length": 32,
+            "attention.sliding_window": 5,
+            "rope.dimension_count": 32,
+            "rope.scaling.original_context_length": 32,
+            "vocab_size": 4,
+        }.items()
+    },
+    "llama.attention.layer_norm_rms_epsilon": (6, struct.pack("<f", 1e-5)),
+    "llama.rope.freq_base": (6, struct.pack("<f", 1e4)),
+    "llama.rope.scaling.type": (8, gguf_string("yarn")),
+    "llama.rope.scaling.factor": (6, struct.pack("<f", 4.0)),
+    "llama.rope.scaling.attn_factor": (6, struct.pack("<f", 1.0)),
+    "llama.rope.scaling.yarn_beta_fast": (6, struct.pack("<f", 32.0)),
+    "llama.rope.scale_linear": (6, struct.pack("<f", 2.0)),
+    "tokenizer.ggml.model": (8, gguf_string("gpt2")),
+    "tokenizer.ggml.pre": (8, gguf_string("qwen2")),
+    "tokenizer.ggml.tokens": (9, _array(8, 4, b"".join(map(gguf_string, "abcd")))),
+    "tokenizer.ggml.merges": (9, _array(8, 1, gguf_string("a b"))),
+    "tokenizer.ggml.token_type": (9, _array(5, 4, struct.pack("<iiii", 1, 1, 1, 3))),
+    "tokenizer.ggml.scores": (9, _array(6, 4, bytes(16))),
+    "tokenizer.ggml.bos_token_id": (4, struct.pack("<I", 1)),
+    "tokenizer.ggml.eos_token_id": (4, struct.pack("<I", 2)),
+    "tokenizer.ggml.eot_token_id": (4, struct.pack("<I", 3)),
+    "tokenizer.ggml.add_bos_token": (7, b"\1"),
+    "tokenizer.chat_template": (8, gguf_string("{{ messages }}")),
+    "split.count": (2, struct.pack("<H", 1)),
+    "split.no": (2, struct.pack("<H", 0)),
+    "general.alignment": (4, struct.pack("<I", 32)),
+    "general.file_type": (4, struct.pack("<I", 0)),
+}
+
+
+@pytest.mark.parametrize("key", list(_USED))
+def test_metadata_of_any_type_works_or_gives_our_errors(tmp_path: Path, key: str) -> None:
+    """At every key that is read: what a key holds, the file says, and anything may stand there."""
+    from fuzz_files import attempt, read_all
+
+    path, data = tmp_path / "m.gguf", bytes(32)
+    entry = gguf_entry("rope_freqs.weight", (8,))
+
+    def content(changes: dict[str, tuple[int, bytes]], more: tuple[bytes, ...] = ()) -> bytes:
+        pairs = tuple(gguf_pair(name, *value) for name, value in ({**_USED, **changes}).items())
+        body = b"GGUF" + struct.pack("<IQQ", 3, len(more), len(pairs)) + b"".join((*pairs, *more))
+        return body + bytes(-len(body) % 32) + data
+
+    path.write_bytes(content({}))
+    assert attempt(lambda: read_all(path)), "the file is honest to begin with"
+    for value in _VALUES.values():
+        for more in ((), (entry,)):
+            path.write_bytes(content({key: value}, more))
+            attempt(lambda: read_all(path))
+
+
 @pytest.mark.parametrize("lie", list(_LIES))
 def test_lying_header_is_corrupt(tmp_path: Path, lie: str) -> None:
     path = tmp_path / "m.gguf"

@@ -79,6 +79,23 @@ _QUANTISED: dict[str, tuple[str, dict[str, torch.Tensor]]] = {
         {"weight_packed": torch.zeros(8, 1, dtype=torch.int32), "weight_scale": torch.ones(8, 1)},
     ),
     "hqq": ("hqq", {"W_q": torch.zeros(8, 4, dtype=torch.uint8)}),
+    "nvfp4": (
+        "nvfp4",
+        {
+            "weight": torch.zeros(8, 4, dtype=torch.uint8),
+            "weight_scale": torch.ones(8, 1).to(torch.float8_e4m3fn),
+            "weight_scale_2": torch.ones(1),
+            "input_scale": torch.ones(1),
+        },
+    ),
+    "bitnet": ("bitnet", {"weight": torch.zeros(2, 8, dtype=torch.uint8), "weight_scale": torch.ones(1)}),
+    "eetq": ("eetq", {"weight": torch.zeros(8, 8, dtype=torch.int8), "weight_scales": torch.ones(8)}),
+    "quanto": ("quanto", {"weight._data": torch.zeros(8, 8, dtype=torch.int8), "weight._scale": torch.ones(8, 1)}),
+    "vptq": (
+        "vptq",
+        {"centroids.weight": torch.zeros(1, 16), "indices": torch.zeros(1, 8, 2, dtype=torch.int16)},
+    ),
+    "aqlm": ("aqlm", {"codes": torch.zeros(8, 1, 1, dtype=torch.int8), "codebooks": torch.ones(1, 8, 1, 8)}),
     "mxfp4": (
         "mxfp4",
         {"up_blocks": torch.zeros(8, 4, dtype=torch.uint8), "up_scales": torch.zeros(8, 1, dtype=torch.uint8)},

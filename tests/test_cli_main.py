@@ -180,8 +180,10 @@ def test_closed_pipe_is_silent(arguments: list[str]) -> None:
         MemoryError(),
         RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to\n99"),
         type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        ImportError("libx.so: cannot allocate memory in static TLS block"),
     ],
-    ids=["python", "cpu", "gpu"],
+    ids=["python", "cpu", "gpu", "library", "thread storage"],
 )
 def test_memory_that_runs_out_is_one_line_of_the_user(
     failing: Callable[[BaseException], int], capsys: pytest.CaptureFixture[str], error: Exception
@@ -191,3 +193,4 @@ def test_memory_that_runs_out_is_one_line_of_the_user(
     assert len(said) == 1
     assert "memory: expected room" in said[0]
     assert failing(RuntimeError("another")) == 1
+    assert failing(ImportError("another")) == 1

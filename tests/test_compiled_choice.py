@@ -505,3 +505,18 @@ def test_what_a_failed_build_says_last_is_why(tmp_path: Path) -> None:
     assert why is not None
     assert "expected a folder, found a file" in why
     assert job.failure() == why
+
+
+def test_a_build_that_is_ended_says_so_and_removes_what_it_built_in(tmp_path: Path) -> None:
+    cache = CodeCache(tmp_path / "fuel")
+    with cache.lock("key"):  # it waits for its turn
+        job = build_job.start(cache, [{"key": "key"}], background=True)
+        deadline = time.monotonic() + 60
+        while not list(cache.root.glob("v1/.build-*")):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        job.process.terminate()
+        job.process.wait(timeout=60)
+    assert job.failure() == "ended by SIGTERM"
+    assert not list(cache.root.glob("v1/.build-*"))
+    assert cache.entries() == []

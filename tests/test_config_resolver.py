@@ -283,7 +283,7 @@ def test_more_layers_than_any_model_has_are_refused_before_a_family_lists_them()
 def test_quantisation_is_named_by_its_keys_where_it_gives_no_name(key: str, block: object, name: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=f"quantised with '{name}'") as error:
         reader(**{key: block}).common()
-    assert "(config.json)" in str(error.value)
+    assert f"(config.json: {key})" in str(error.value)
 
 
 # -- ranges -------------------------------------------------------------------------------------------------------
@@ -302,6 +302,17 @@ def test_size_that_no_model_has_is_refused_by_its_key(key: str, value: object) -
 def test_count_of_another_type_or_sign_is_refused_by_its_key(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"'{key}' to be an integer"):
         reader(**{key: value}).common()
+
+
+def test_int_has_a_most_that_it_may_be() -> None:
+    assert reader(num_experts=8).int("num_experts", maximum=8) == 8
+    with pytest.raises(ConfigError, match=r"'num_experts' to be an integer of at most 8, found 9"):
+        reader(num_experts=9).int("num_experts", maximum=8)
+
+
+def test_list_of_another_length_than_there_are_layers_names_both_keys() -> None:
+    with pytest.raises(ConfigError, match=r"expected 2 items in 'layer_types' \(num_hidden_layers\), found 3"):
+        reader(num_hidden_layers=2, layer_types=["a"] * 3).list("layer_types", length=2)
 
 
 def test_heads_are_bounded_in_their_product() -> None:

@@ -249,6 +249,54 @@ def test_two_values_for_one_fact_are_refused_by_both_names(changes: dict[str, An
     assert "config.json" in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_original_length_of_the_block_counts_before_the_one_beside_it(key: str) -> None:
+    """As the reference does it, save for one family, which puts the outer one into its block itself."""
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    if key == "rope_scaling":
+        assert (
+            reader(rope_scaling=block, original_max_position_embeddings=64).rope().original_max_position_embeddings
+            == 32
+        )
+        return
+    with pytest.raises(
+        ConfigError, match=r"rope_parameters\.original_max_position_embeddings and original_max_position"
+    ):
+        reader(rope_parameters=block, original_max_position_embeddings=64).rope()
+
+
+# Finite, and yet no frequency comes of it that is.
+@pytest.mark.parametrize("value", [1e-320, 1e-10, 1e10, 1e308])
+@pytest.mark.parametrize(
+    "key", ["factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow", "mscale"]
+)
+def test_number_far_from_every_rotation_is_refused_by_its_key(key: str, value: float) -> None:
+    if key == "mscale" and value < 1.0:
+        return
+    with pytest.raises(ConfigError, match=rf"'config\.json: rope_scaling: {key}' to be a number .*at most 1e\+09"):
+        reader(rope_scaling={**BANDED, key: value}).rope()
+
+
+@pytest.mark.parametrize(("value", "in_block"), [(1e-320, False), (1e31, False), (1e-10, True), (1e308, True)])
+def test_base_far_from_every_base_is_refused(value: float, in_block: bool) -> None:
+    changes: dict[str, Any] = {"rope_parameters": {"rope_theta": value}, "rope_theta": None}
+    with pytest.raises(ConfigError, match=r"rope_theta' to be a number of at least 1e-09 and at most 1e\+30"):
+        reader(**changes if in_block else {"rope_theta": value}).rope()
+
+
+def test_base_of_one_has_no_bands() -> None:
+    block = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    with pytest.raises(ConfigError, match=r"rope_theta to differ from 1 where the RoPE type is 'yarn'"):
+        reader(rope_theta=1.0, rope_scaling=block).rope()
+    assert reader(rope_theta=1.0).rope().theta == 1.0
+
+
+@pytest.mark.parametrize("key", ["original_max_position_embeddings", "partial_rotary_factor", "truncate"])
+def test_value_inside_the_block_is_refused_with_the_block(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'config\.json: rope_scaling: {key}' to be"):
+        reader(rope_scaling={**BANDED, "rope_type": "yarn", key: "7"}).rope()
+
+
 def test_two_values_that_agree_are_one() -> None:
     plain = reader(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope()
     both = reader(rope_scaling={"type": "linear", "rope_type": "linear", "factor": 2.0}).rope()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -473,3 +478,82 @@ def test_saving_that_fails_leaves_the_old_file_and_no_other(tmp_path: Path, monk
         talk.save(file)
     assert file.read_text() == "old"
     assert [f.name for f in tmp_path.iterdir()] == ["talk.json"]
+
+
+_SAVING = """
+import os, signal, sys
+from fuel_core.conversation import Conversation
+from toy_llm import make
+
+file, number, moment = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+# As the command does it.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+talk = Conversation(make(), "another system message")
+name = {"before it is on disk": "fsync", "before it has its name": "replace", "after": "replace"}[moment]
+usual = getattr(os, name)
+
+def struck(*arguments):
+    if moment == "after":
+        usual(*arguments)
+    os.kill(os.getpid(), number)
+    return usual(*arguments)
+
+setattr(os, name, struck)
+talk.save(file)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("moment", ["before it is on disk", "before it has its name", "after"])
+def test_a_process_that_ends_while_it_saves_leaves_the_old_file_or_the_new_one(
+    moment: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    file = tmp_path / "talk.json"
+    Conversation(make(), "a system message").save(file)
+    before = file.read_bytes()
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _SAVING, str(file), str(number.value), moment],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])},
+        timeout=120,
+    )
+    assert done.returncode == (143 if number == signal.SIGTERM else -signal.SIGKILL), done.stderr
+    talk = Conversation(make())
+    talk.load(file)
+    assert talk.system == ("another system message" if moment == "after" else "a system message")
+    assert moment == "after" or file.read_bytes() == before
+    if number == signal.SIGTERM:
+        assert list(tmp_path.iterdir()) == [file]
+
+
+def test_saving_again_keeps_who_may_read_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "talk.json"
+    talk = Conversation(make())
+    talk.save(file)
+    file.chmod(0o600)
+    talk.save(file)
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_fails_while_it_saves_costs_a_line_and_no_file(
+    call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "talk.json"
+    talk = Conversation(make(), "a system message")
+    talk.save(file)
+    before = file.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, fail)
+        talk.system = "another"
+        with pytest.raises(ConversationError, match=os.strerror(code)[1:]):
+            talk.save(file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]

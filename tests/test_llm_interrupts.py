@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -199,6 +200,59 @@ def test_cache_that_cannot_grow_says_so_and_serves_what_fits(monkeypatch: pytest
             llm.generate(long, 3)
         assert llm.generate(short, 3).token_ids == expected
     assert llm.generate(long, 3).token_ids == make(limit=4096).generate(long, 3).token_ids
+
+
+# The address space ends where it is, or a little beyond: what a plan's first build imports, traces and allocates has no
+# room. Then the limit is lifted.
+_NO_ROOM = """
+import resource, sys, warnings
+import torch
+from toy_llm import make
+
+torch.set_num_threads(1)
+room, cache = int(sys.argv[1]), int(sys.argv[2])
+llm = make(limit=1 << 20, max_seq_len=cache) if cache else make()
+pages = int(open("/proc/self/statm").read().split()[0])
+free = resource.getrlimit(resource.RLIMIT_AS)
+warnings.simplefilter("ignore")
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + room, free[1]))
+failed = "nothing"
+try:
+    llm.generate([3, 14, 15, 9, 26, 53], 3)
+except Exception as error:
+    failed = type(error).__name__
+resource.setrlimit(resource.RLIMIT_AS, free)
+if cache:
+    llm = make()
+done = llm.generate([3, 14, 15, 9, 26, 53], 3)
+print(failed, done.token_ids, done.stats.plans_built)
+"""
+
+
+@pytest.mark.parametrize(
+    ("room", "cache", "failures"),
+    [
+        # The second is what the dynamic loader's failure becomes.
+        (0, 0, {"MemoryError", "ImportError"}),
+        (1 << 20, 0, {"MemoryError", "ImportError"}),
+        (8 << 20, 0, {"MemoryError", "ImportError"}),
+        (64 << 20, 1 << 18, {"CapacityError"}),
+    ],
+)
+def test_memory_that_really_runs_out_leaves_the_model_usable(room: int, cache: int, failures: set[str]) -> None:
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _NO_ROOM, str(room), str(cache)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)]), "OMP_NUM_THREADS": "1"},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    expected = make().generate([3, 14, 15, 9, 26, 53], 3)
+    failed, _, rest = done.stdout.partition(" ")
+    assert failed in failures
+    assert rest == f"{expected.token_ids} {expected.stats.plans_built}\n"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

@@ -117,3 +117,53 @@ def test_template_does_not_change_the_messages_it_is_given() -> None:
 def test_template_refuses_what_are_no_messages(messages: Any) -> None:
     with pytest.raises(ChatTemplateError, match="chat message"):
         render("x", messages)
+
+
+# Each would take minutes, or more memory than there is; some of it while the template is compiled.
+ENDLESS = [
+    "{{ 10 ** (10 ** 10) }}",
+    "{{ 2 ** -10000000000 }}",
+    "{{ 'x' * 10000000000 }}",
+    "{{ 10000000000 * [1] }}",
+    "{{ '%10000000000d' % 1 }}",
+    "{{ '%*d' % (10000000000, 1) }}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) if i < 0 %}{% endfor %}" * 10,
+    "{% macro f(n) %}{{ f(n - 1) }}{{ f(n - 1) }}{% endmacro %}{{ f(1) }}",
+    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x=[1]) %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "{% set n = namespace(x='x') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "{{ 'x'.center(10000000000) }}{{ 'x'.zfill(width=10000000000) }}",
+    "{% set n = namespace(x=3) %}{% for i in range(60) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "{% for i in [[1]] recursive %}{{ loop(i) }}{% endfor %}{% for a in 'ab' recursive %}{{ loop('ab') }}{% endfor %}",
+]
+
+
+@pytest.mark.parametrize("source", ENDLESS)
+def test_template_that_would_not_end_is_refused(source: str) -> None:
+    with pytest.raises(ChatTemplateError) as error:
+        render(source)
+    assert "\n" not in str(error.value)
+
+
+def test_template_of_a_long_conversation_is_within_its_steps() -> None:
+    messages = [{"role": "user", "content": "word " * 50}] * 10_000
+    source = "{% for m in messages %}{{ m.role + ': ' + m['content'] | trim }}{{ loop.index0 % 2 }}{% endfor %}"
+    assert len(render(source, messages)) > 2_500_000
+
+
+def test_texts_are_joined_as_they_are() -> None:
+    assert render("{{ 'a' ~ 1 ~ none ~ nowhere ~ [1] ~ messages[0].role ~ ('b' ~ 2.5) }}") == "a1None[1]userb2.5"
+
+
+def test_loops_know_their_length_and_their_neighbours() -> None:
+    """As they do without a count: `loop` looks ahead, and at the whole."""
+    source = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.first }}{{ loop.last }}{{ loop.revindex }}"
+        "{{ loop.previtem is defined }}{{ loop.nextitem is defined }}{% else %}none{% endfor %}"
+        "{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}{% for x in [] %}{% else %}none{% endfor %}"
+        "{% for x in nowhere %}{% else %}none{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    assert render(source, messages) == "1/2TrueFalse2FalseTrue2/2FalseTrue1TrueFalsea1nonenone"

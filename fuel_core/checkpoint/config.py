@@ -39,6 +39,10 @@ MOST_LAYERS: Final = 10_000
 _MOST_WIDTH: Final = 1 << 24
 """Above every width and vocabulary that is published; the square of it is still a size that torch can name."""
 
+_MOST_SCALE: Final = 1e9
+"""Above every factor of a rotation that is published; its reciprocal is below every one."""
+_MOST_BASE: Final = 1e30
+
 _DTYPES: Final = {
     "float32": "float32",
     "float": "float32",
@@ -176,10 +180,12 @@ class RawConfig(Mapping[str, Any]):
 
         Quantised tensors read as plain numbers give fluent nonsense, so the declaration alone is refused.
         """
-        method = self.quantization
-        if method is not None:
+        method, key = self.quantization, self._quantization_key
+        if method is not None and key is not None:
+            place = self.source(key)
             raise UnsupportedCheckpointError(
-                f"this checkpoint is quantised with {shown(method)} ({self.source(self._quantization_key or '')}): "
+                f"this checkpoint is quantised with {shown(method)} "
+                f"({place if place.startswith('tensors: ') else f'{place}: {key}'}): "
                 "expected plain float32, bfloat16 or float16 tensors; use the unquantised checkpoint or a GGUF of it"
             )
 
@@ -318,12 +324,15 @@ class ConfigReader:
         default: _Int | _Required = REQUIRED,
         *,
         minimum: _Int | None = 1,
+        maximum: _Int | None = None,
         why: _Str = "default",
         into: _Str | None = None,
     ) -> _Int:
-        """An integer, at least `minimum`."""
-        value = self._lookup(key, default, why, into)
-        return self._integer(key, value, minimum)
+        """An integer, at least `minimum` and at most `maximum`; bound what sizes a tensor or a list."""
+        value = self._integer(key, self._lookup(key, default, why, into), minimum)
+        if maximum is not None and value > maximum:
+            raise self._wrong(key, f"an integer of at most {maximum}", value)
+        return value
 
     def optional_int(self, key: _Str, *, minimum: _Int | None = 1, into: _Str | None = None) -> _Int | None:
         """An integer, or None where the key is absent or null (a null is final: no default replaces it)."""
@@ -386,8 +395,9 @@ class ConfigReader:
         if not isinstance(value, (list, tuple)):
             raise self._wrong(key, "a list", value)
         if length is not None and len(value) != length:
+            whose = " (num_hidden_layers)" if length == self.raw.get("num_hidden_layers") else ""
             raise ConfigError(
-                f"{self._place(key)}: expected {length} items in {key!r}, found {len(value)}{self._for()}; "
+                f"{self._place(key)}: expected {length} items in {key!r}{whose}, found {len(value)}{self._for()}; "
                 "correct the config"
             )
         return tuple(value)
@@ -472,8 +482,8 @@ class ConfigReader:
         allowed = tuple(kinds)
         if allowed and kind not in allowed:
             raise ConfigError(
-                f"{place}: RoPE type {word!r} ({kind}) is not implemented{self._for()}: expected one of "
-                f"{', '.join(allowed)}; use a checkpoint without this scaling"
+                f"{place}: RoPE type {shown(word)} ({kind}) is not implemented{self._for()}: expected one of "
+                f"{', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that has it"
             )
         wanted = frozenset(allow)
         unknown = sorted(str(k) for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)
@@ -484,20 +494,25 @@ class ConfigReader:
             )
 
         theta, theta_place = self._rope_theta(block, place, theta_key)
+        if kind == "yarn" and theta == 1.0:
+            raise ConfigError(
+                f"{theta_place}: expected rope_theta to differ from 1 where the RoPE type is {shown(word)} (every pair "
+                f"would turn alike){self._for()}; correct the config"
+            )
         numbers: dict[_Str, Any] = {
-            key: self._number(f"{place}: {key}", block[key], None if key.startswith("mscale") else 0.0)
+            key: self._rope_number(f"{place}: {key}", block[key], signed=key.startswith("mscale"))
             for key in _ROPE_FLOATS
             if block.get(key) is not None
         }
         lists: dict[_Str, Any] = {
-            key: tuple(self._number(f"{place}: {key}", item, 0.0) for item in self._as_list(place, key, block[key]))
+            key: tuple(self._rope_number(f"{place}: {key}", item) for item in self._as_list(place, key, block[key]))
             for key in _ROPE_LISTS
             if block.get(key) is not None
         }
         truncate = block.get("truncate")
         if truncate is not None and not isinstance(truncate, bool):
             raise self._wrong(f"{place}: truncate", "true or false", truncate)
-        original = self._rope_original(block, kind)
+        original = self._rope_original(block, kind, place)
         if kind == "longrope" and "factor" not in numbers and original is not None:
             numbers["factor"] = self.int("max_position_embeddings") / original
         explicit = "frequency_divisors" in lists
@@ -508,7 +523,7 @@ class ConfigReader:
         missing = [k for k in _ROPE_NEEDS[kind] if k not in present]
         if missing and not explicit:
             raise ConfigError(
-                f"{place}: RoPE type {word!r} needs {', '.join(missing)}, found "
+                f"{place}: RoPE type {shown(word)} needs {', '.join(missing)}, found "
                 f"{listed(sorted(block), 12) or 'nothing'}{self._for()}; complete the config"
             )
         if kind == "banded" and not explicit and numbers["low_freq_factor"] >= numbers["high_freq_factor"]:
@@ -519,7 +534,7 @@ class ConfigReader:
         rope = RopeParameters(
             kind=kind,
             theta=theta,
-            partial_rotary_factor=self._rope_share(block),
+            partial_rotary_factor=self._rope_share(block, place),
             original_max_position_embeddings=original,
             truncate=truncate,
             extra=tuple(
@@ -610,9 +625,11 @@ class ConfigReader:
         )
 
     def _contradiction(self, key: _Str, value: Any, other: _Str, its: Any) -> ConfigError:
+        source = self.raw.source(other)
+        origin = f" ({source})" if source.startswith("derived: ") else ""
         return ConfigError(
-            f"{self._place(key.split('.')[0])}: expected {key} and {other} to agree, found {shown(value)} and "
-            f"{shown(its)}{self._for()}; remove the one that is not meant"
+            f"{self._place(key.split('.')[0])}: expected {key} and {other}{origin} to agree, found {shown(value)} "
+            f"and {shown(its)}{self._for()}; remove the one that is not meant"
         )
 
     def _integer(self, key: _Str, value: Any, minimum: _Int | None) -> _Int:
@@ -625,10 +642,7 @@ class ConfigReader:
         return value
 
     def _width(self, key: _Str) -> _Int:
-        width = self.int(key)
-        if width > _MOST_WIDTH:
-            raise self._wrong(key, f"an integer of at most {_MOST_WIDTH}", width)
-        return width
+        return self.int(key, maximum=_MOST_WIDTH)
 
     def _head_width(self) -> _Int:
         width, heads = self.head_dim(), self.int("num_attention_heads")
@@ -641,10 +655,7 @@ class ConfigReader:
 
     def _layers(self) -> _Int:
         # Bounded here, because families make lists of this length before anything is compared with the weights.
-        count = self.int("num_hidden_layers")
-        if count > MOST_LAYERS:
-            raise self._wrong("num_hidden_layers", f"an integer of at most {MOST_LAYERS}", count)
-        return count
+        return self.int("num_hidden_layers", maximum=MOST_LAYERS)
 
     def _number(self, key: _Str, value: Any, above: _Float | None) -> _Float:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -749,7 +760,7 @@ class ConfigReader:
     def _rope_theta(self, block: Mapping[_Str, Any], place: _Str, key: _Str) -> tuple[_Float, _Str]:
         if block.get("rope_theta") is not None:
             self._rope_flat(block, "rope_theta", key)
-            return self._number(f"{place}: rope_theta", block["rope_theta"], 0.0), place
+            return self._rope_number(f"{place}: rope_theta", block["rope_theta"], most=_MOST_BASE), place
         if not self._present(key) and self.defaults.get(key) is None:
             raise ConfigError(
                 f"{place}: expected {key!r} (beside rope_scaling, or inside rope_parameters){self._for()}, found "
@@ -757,15 +768,23 @@ class ConfigReader:
             )
         source = self.raw.source(key) if self._present(key) else "family default"
         value: Any = self.raw[key] if self._present(key) else self.defaults[key]
-        return self._number(key, value, 0.0), source
+        return self._rope_number(key, value, most=_MOST_BASE), source
 
-    def _rope_original(self, block: Mapping[_Str, Any], kind: _Str) -> _Int | None:
+    def _rope_number(self, key: _Str, value: Any, *, signed: _Bool = False, most: _Float = _MOST_SCALE) -> _Float:
+        # Finite is not enough: a factor of 1e-300 or a base of 1e300 gives frequencies that are not.
+        number = self._number(key, value, None if signed else 0.0)
+        if abs(number) > most or (not signed and number < 1 / _MOST_SCALE):
+            least = "" if signed else f" of at least {1 / _MOST_SCALE:g} and"
+            raise self._wrong(key, f"a number{least} at most {most:g}", value)
+        return number
+
+    def _rope_original(self, block: Mapping[_Str, Any], kind: _Str, place: _Str) -> _Int | None:
         key = "original_max_position_embeddings"
         if kind in ("default", "linear"):
             return None
         if block.get(key) is not None:
             self._rope_flat(block, key, key)
-            return self._integer(f"rope {key}", block[key], 1)
+            return self._integer(f"{place}: {key}", block[key], 1)
         if self._present(key):
             return self._integer(key, self.raw[key], 1)
         # The published formulas of these two fall back to the model's own limit.
@@ -773,15 +792,15 @@ class ConfigReader:
             return self._integer("max_position_embeddings", self.raw["max_position_embeddings"], 1)
         return None
 
-    def _rope_share(self, block: Mapping[_Str, Any]) -> _Float:
+    def _rope_share(self, block: Mapping[_Str, Any], place: _Str) -> _Float:
         key = "partial_rotary_factor"
-        value = block.get(key)
+        value, where = block.get(key), f"{place}: {key}"
         self._rope_flat(block, key, key)
         if value is None:
-            value = self.raw.get(key) if self._present(key) else self.defaults.get(key, 1.0)
-        share = self._number(key, value, 0.0)
+            value, where = self.raw.get(key) if self._present(key) else self.defaults.get(key, 1.0), key
+        share = self._number(where, value, 0.0)
         if share > 1.0:
-            raise self._wrong(key, "at most 1", value)
+            raise self._wrong(where, "at most 1", value)
         return share
 
     def _check_rope_width(self, rope: RopeParameters, place: _Str) -> None:

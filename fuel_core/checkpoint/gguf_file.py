@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from fuel_core.checkpoint import published
-from fuel_core.checkpoint.base import Checkpoint, TensorInfo, refuse_lfs_pointer, token_ids
+from fuel_core.checkpoint.base import Checkpoint, TensorInfo, refuse_lfs_pointer, shown, token_ids
 from fuel_core.checkpoint.config import RawConfig
 from fuel_core.checkpoint.gguf_header import GgufHeader, GgufTensor, parse_header
 from fuel_core.checkpoint.tokenizer_source import GgufVocabulary, TokenizerSource
@@ -109,9 +109,9 @@ class GgufCheckpoint(Checkpoint):
             union = {name: file.header.tensors[name] for name, file in self._file_of.items()}
             self.header = replace(self.header, tensors=union)
         architecture = self.header.metadata.get("general.architecture")
-        if not isinstance(architecture, str) or not architecture:
+        if not isinstance(architecture, str) or not architecture.isprintable() or not 0 < len(architecture) <= 64:
             raise CheckpointCorruptError(
-                f"{path}: expected 'general.architecture' to name the architecture, found {architecture!r}; "
+                f"{path}: expected 'general.architecture' to name the architecture, found {shown(architecture)}; "
                 "convert the model again"
             )
         self._architecture = architecture
@@ -249,7 +249,7 @@ class GgufCheckpoint(Checkpoint):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(
                 f"{self.raw.source(key)}: expected a positive head count to put query and key rows back in order, "
-                f"found {value!r}; convert the model again"
+                f"found {shown(value)}; convert the model again"
             )
         return value
 
@@ -282,10 +282,10 @@ def _files_of(path: Path) -> list[_File]:
         siblings = shard_paths(path)
         missing = [p.name for p in siblings if not p.is_file()]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            some = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise CheckpointNotFoundError(
                 f"{path.parent}: expected all {len(siblings)} files of this split model, found {len(missing)} missing: "
-                f"{shown}; incomplete download? Download them into the same folder"
+                f"{some}; incomplete download? Download them into the same folder"
             )
     else:
         siblings = [path]
@@ -301,12 +301,12 @@ def _files_of(path: Path) -> list[_File]:
         if len(files) == 1:
             raise CheckpointNotFoundError(
                 f"{file.path}: expected the name of a split file, NAME-00001-of-{_five(count)}.gguf, because the file "
-                f"is part {place!r} (from 0) of {count!r}, found another one; give all parts their names back"
+                f"is part {shown(place)} (from 0) of {shown(count)}, found another one; give all parts their names back"
             )
         if isinstance(count, bool) or count != len(files) or isinstance(place, bool) or place != number:
             raise CheckpointCorruptError(
                 f"{file.path}: expected part {number} (from 0) of {len(files)} as its name says, found split.no "
-                f"{place!r} of split.count {count!r}; download it again, under its own name"
+                f"{shown(place)} of split.count {shown(count)}; download it again, under its own name"
             )
         for name in file.header.tensors:
             if name in owner:
@@ -318,8 +318,8 @@ def _files_of(path: Path) -> list[_File]:
     promised = first.header.metadata.get("split.tensors.count")
     if promised is not None and promised != len(owner):
         raise CheckpointCorruptError(
-            f"{first.path}: expected the {promised!r} tensors of split.tensors.count in the {len(files)} files, found "
-            f"{len(owner)}; download the parts of one and the same model"
+            f"{first.path}: expected the {shown(promised)} tensors of split.tensors.count in the {len(files)} files, "
+            f"found {len(owner)}; download the parts of one and the same model"
         )
     return files
 
@@ -434,8 +434,8 @@ def _raw_config(ck: GgufCheckpoint, architecture: str) -> RawConfig:
             key_length = hidden // heads if divisible else None  # type: ignore[operator]
         if value_length != key_length:
             raise ConfigError(
-                f"{ck.path}: expected {prefix}attention.value_length to equal the key length {key_length}, "
-                f"found {value_length}; heads of two widths are not supported"
+                f"{ck.path}: expected {prefix}attention.value_length to equal the key length {shown(key_length)}, "
+                f"found {shown(value_length)}; heads of two widths are not supported"
             )
     if "vocab_size" not in values:
         embedding = header.tensors.get("token_embd.weight")
@@ -581,7 +581,7 @@ def _vocabulary(meta: Mapping[str, Any], origin: str) -> GgufVocabulary | None:
     if kind not in ("bpe", "spm"):
         known = ", ".join(sorted(published.table("tokenizer_models")))
         raise TokenizerError(
-            f"{origin}: unknown GGUF tokenizer model {word!r}: expected one of {known}; "
+            f"{origin}: unknown GGUF tokenizer model {shown(word)}: expected one of {known}; "
             "use the Hugging Face folder of this model, which carries its own tokenizer.json"
         )
     lists: dict[str, tuple[Any, ...]] = {}
@@ -595,7 +595,7 @@ def _vocabulary(meta: Mapping[str, Any], origin: str) -> GgufVocabulary | None:
             size = f" of {length} items" if length is not None else ""
             raise CheckpointCorruptError(
                 f"{origin}: expected tokenizer.ggml.{key} to be a list of {item.__name__}{size}, found "
-                f"{len(value) if isinstance(value, list) else value!r}; convert the model again"
+                f"{len(value) if isinstance(value, list) else shown(value)}; convert the model again"
             )
         lists[key] = tuple(value)
     pre = meta.get("tokenizer.ggml.pre")

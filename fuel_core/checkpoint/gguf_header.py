@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final, Protocol
 
+from fuel_core.checkpoint.base import shown
 from fuel_core.errors import CheckpointCorruptError, UnsupportedCheckpointError
 
 __all__ = ["GgufHeader", "GgufTensor", "parse_header"]
@@ -181,7 +182,7 @@ def parse_header(data: Buffer, origin: str, *, alignment_of_set: int | None = No
         or not 8 <= alignment <= _MAX_ALIGNMENT
         or alignment & (alignment - 1)
     ):
-        raise cursor.corrupt(f"general.alignment to be a power of two from 8 to {_MAX_ALIGNMENT}", repr(alignment))
+        raise cursor.corrupt(f"general.alignment to be a power of two from 8 to {_MAX_ALIGNMENT}", shown(alignment))
     entries: dict[str, _Entry] = {}
     for _ in range(tensor_count):
         entry = _tensor_entry(cursor)

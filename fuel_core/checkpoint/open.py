@@ -91,7 +91,6 @@ def _open_file(path: Path) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    from fuel_core.checkpoint.gguf_file import GgufCheckpoint, shard_paths
     from fuel_core.checkpoint.huggingface import HuggingFaceCheckpoint, partial_downloads
 
     has_config = (folder / "config.json").is_file()
@@ -112,6 +111,8 @@ def _open_folder(folder: Path) -> Checkpoint:
             "(peft: merge_and_unload) and open the result"
         )
     if ggufs and not safetensors:
+        from fuel_core.checkpoint.gguf_file import GgufCheckpoint, shard_paths
+
         if len(ggufs) > 1 and not set(ggufs) <= set(shard_paths(ggufs[0])):
             raise CheckpointNotFoundError(
                 f"{folder}: expected one .gguf file, found {len(ggufs)} "

@@ -29,7 +29,10 @@ _LEAVES: Final = {
     "W_q": "hqq",
     "Qidxs": "quip",
     "codebooks": "aqlm",
+    "weight_scales": "eetq",
+    "_scale": "quanto",
 }
+_PLAIN: Final = frozenset({"float32", "bfloat16", "float16"})
 _DTYPES: Final = {"F8_": "fp8", "F6_": "fp6", "F4": "fp4"}
 
 
@@ -37,6 +40,8 @@ def undeclared_method(infos: Mapping[str, TensorInfo]) -> tuple[str, str] | None
     """(method, the tensor that shows it), or None for plain weights."""
     for name, info in infos.items():
         stem, _, leaf = name.rpartition(".")
+        if leaf in ("weight", "bias") and info.dtype_name in _PLAIN:
+            continue  # nearly all there are, and what shows a scheme stands beside them
         method = _LEAVES.get(leaf)
         if method is not None:
             return method, name
@@ -48,10 +53,16 @@ def undeclared_method(infos: Mapping[str, TensorInfo]) -> tuple[str, str] | None
             if packed or f"{stem}.biases" in infos:
                 return "mlx", name
         if leaf in ("weight_scale", "scale_weight") and f"{stem}.weight" in infos:
-            return ("int8" if infos[f"{stem}.weight"].dtype_name == "int8" else "fp8"), name
+            # Bytes are pairs of 4-bit numbers: with two levels of scales, or four numbers of three values.
+            of_bytes = "nvfp4" if f"{stem}.weight_scale_2" in infos else "bitnet"
+            return {"int8": "int8", "uint8": of_bytes}.get(infos[f"{stem}.weight"].dtype_name, "fp8"), name
+        if leaf == "indices" and f"{stem}.centroids.weight" in infos:
+            return "vptq", name
         if leaf.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in infos:
             return "mxfp4", name
         for start, word in _DTYPES.items():
+            if f"{stem}.weight_scale_2" in infos:
+                continue  # its scales are stored so
             if info.dtype_name.startswith(start):
                 return word, name
     return None

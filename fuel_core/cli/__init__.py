@@ -1,18 +1,20 @@
 """The `fuel` command: one module per verb; each parses, calls the library and prints.
 
-This module turns outcomes into exit codes: 0 done, 1 a fault of ours, 2 the user's to mend, 130 interrupted. Importing
-it imports no torch, so `--help` and `families` answer at once.
+This module turns outcomes into exit codes: 0 done, 1 a fault of ours, 2 the user's to mend, 130 interrupted, 143 ended
+by SIGTERM (129 by SIGHUP). Importing it imports no torch, so `--help` and `families` answer at once.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import TextIO
 
 __all__ = ["main"]
@@ -25,12 +27,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Errors become one line on stderr. With FUEL_DEBUG=1 the traceback stands above it.
     """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    with _ending() as ending:
+        try:
+            code = _run(arguments)
+        except _Ended:
+            # A pipe that nobody reads would hold up the interpreter's own flush.
+            _discard_stdout()
+            code = 0
+    return 128 + ending.number if ending.number else code
+
+
+class _Ended(BaseException):
+    """SIGTERM or SIGHUP came: what is open is closed on the way out."""
+
+
+class _Ending:
+    number = 0
+    """The signal that ended the command; 0 for none."""
+
+
+@contextmanager
+def _ending() -> Iterator[_Ending]:
+    """Within, SIGTERM and SIGHUP end the command as an exception does: builds, files and the terminal are seen to.
+
+    A second one ends the process at once. Signals that somebody handles or ignores (nohup) are left alone.
+    """
+    ending, ours = _Ending(), []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        ending.number = number
+        signal.signal(number, signal.SIG_DFL)
+        raise _Ended
+
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        try:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, handle)
+                ours.append(number)
+        except ValueError:  # not the main thread, which is the only one that signals reach
+            break
+    try:
+        yield ending
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _run(arguments: Sequence[str]) -> int:
     from typer import Abort, Exit, TyperException
 
     from fuel_core.cli.app import command
     from fuel_core.errors import FuelError
 
-    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         try:
             with _warnings_in_one_line(), command().make_context("fuel", arguments) as context:
@@ -76,10 +125,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # torch says it as a RuntimeError on a CPU, and as a kind of its own elsewhere; neither is worth importing it for.
+    # torch says it as a RuntimeError on a CPU, and as a kind of its own elsewhere; neither is worth importing it for. A
+    # library that finds no room to be mapped is an ImportError.
+    said = ("can't allocate memory", "cannot allocate memory", "failed to map segment")
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+        isinstance(error, RuntimeError | ImportError)
+        and (type(error).__name__ == "OutOfMemoryError" or any(words in str(error).lower() for words in said))
     )
 
 

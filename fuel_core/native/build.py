@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -94,7 +95,11 @@ def prepare() -> None:
             torch_lib = Path(torch.__file__).parent / "lib"
             command = [cxx, *_FLAGS, str(_SOURCE), "-o", str(folder / _FILE), f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # one signal ends the compiler and all that it started
             )
         except (CacheUnusable, OSError, subprocess.SubprocessError) as error:
             _problem = str(error)
@@ -155,7 +160,8 @@ def _keep(build: _Build, errors: bytes) -> str | None:
 def _abandon() -> None:
     """A process that ends before it needed the kernels leaves nothing behind."""
     if _running is not None:
-        _running.process.kill()
+        with contextlib.suppress(OSError):
+            os.killpg(_running.process.pid, signal.SIGKILL)
         shutil.rmtree(_running.folder, ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 from typing import IO, Any
 
 from fuel_core import __version__
@@ -27,6 +29,7 @@ __all__ = ["Job", "main", "part", "start"]
 
 _CPU_SECONDS = 1800
 """A build that computes longer than this is ended by the system."""
+_SECONDS_TO_END = 5
 _CODE_FOLDER = "code"
 
 
@@ -42,14 +45,24 @@ class Job:
         return self.process.poll() is None
 
     def wait(self) -> None:
-        """Wait for the end. Interrupted, it ends the build."""
+        """Wait for the end. Interrupted, it ends the build and the compilers that it started."""
         try:
             self.process.wait()
         except BaseException:
-            self.process.kill()
-            self.process.wait()
+            self._end(signal.SIGTERM)
+            try:
+                # Its folder is its own to remove.
+                self.process.wait(_SECONDS_TO_END)
+            except BaseException:
+                self._end(signal.SIGKILL)
+                self.process.wait()
             self._log.close()
             raise
+
+    def _end(self, number: signal.Signals) -> None:
+        """Send a signal to the process and all that it started."""
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, number)
 
     def failure(self) -> str | None:
         """Why the process failed, in one line; None where it did not."""
@@ -77,7 +90,7 @@ def part(key: str, recording: Recording) -> dict[str, Any]:
 
 
 def start(cache: CodeCache, parts: Sequence[dict[str, Any]], *, background: bool) -> Job:
-    """Start building. background: at the lowest priority, and in a session of its own that no Ctrl-C reaches.
+    """Start building, in a session of its own, which no Ctrl-C reaches. background: at the lowest priority.
 
     Raises OSError where no process can be started.
     """
@@ -100,7 +113,7 @@ def start(cache: CodeCache, parts: Sequence[dict[str, Any]], *, background: bool
             stdout=subprocess.DEVNULL,
             stderr=log,
             env=environment,
-            start_new_session=background,
+            start_new_session=True,
             close_fds=True,
         )
     finally:
@@ -112,7 +125,16 @@ def start(cache: CodeCache, parts: Sequence[dict[str, Any]], *, background: bool
 
 
 def main() -> int:
-    """Build what stdin asks for. The last line on stderr says why, where it returns 1."""
+    """Build what stdin asks for. The last line on stderr says why, where it returns 1.
+
+    SIGTERM ends it as an error does: what it was building in is removed.
+    """
+
+    def ended(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit("ended by SIGTERM")
+
+    signal.signal(signal.SIGTERM, ended)
     request = json.load(sys.stdin)
     if request["background"]:
         with contextlib.suppress(OSError):

@@ -424,6 +424,17 @@ def _one_spelling() -> Conformance:
     return _with(_family(resolve=resolve))
 
 
+@_control(
+    "unchecked-number", "a number of the config is used without a look at it", "contract.hostile_configs_are_refused"
+)
+def _unchecked_number() -> Conformance:
+    def resolve(raw: RawConfig) -> Any:
+        width = raw.get("sliding_window")
+        return toy.resolve_config(raw if width is None else raw.with_values({"sliding_window": int(width)}, "rounded"))
+
+    return _with(_family(resolve=resolve))
+
+
 @_control("build-allocates", "build makes a table of its own", "contract.build_allocates_nothing")
 def _build_allocates() -> Conformance:
     class Wrong(ToyBackbone):

@@ -24,6 +24,7 @@ MANIFEST: Final[Mapping[str, tuple[str, ...]]] = {
         "family_record",
         "config_is_frozen",
         "config_spellings_agree",
+        "hostile_configs_are_refused",
         "build_allocates_nothing",
         "dims_agree",
         "tensors_are_used_once",

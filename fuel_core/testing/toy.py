@@ -28,6 +28,7 @@ from fuel_core import (
     RawConfig,
     RopePlan,
     RopeVariant,
+    errors,
     layers,
 )
 from fuel_core.testing import Conformance, reference_oracle
@@ -60,6 +61,11 @@ def resolve_config(raw: RawConfig) -> ToyConfig:
     count = values["num_hidden_layers"]
     optional = {key: reader.float(key) if raw.get(key) is not None else None for key in _OPTIONAL}
     kinds = reader.list("layer_types", length=count)
+    if kinds is not None and any(kind not in (WINDOWED, DENSE) for kind in kinds):
+        raise errors.ConfigError(
+            f"{raw.source('layer_types')}: expected layer_types to hold {WINDOWED} and {DENSE}, found {kinds!r:.80} "
+            "for family 'toy'; correct the config"
+        )
     return reader.finish(
         ToyConfig,
         **values,

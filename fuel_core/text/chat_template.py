@@ -1,4 +1,4 @@
-"""Renders the chat template of a checkpoint. The template is untrusted text: it runs in a sandbox.
+"""Renders the chat template of a checkpoint. The template is untrusted text: it runs in a sandbox, for so many steps.
 
 Knows strings only; which of the tokens in a rendered text are special is the tokenizer's business.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -19,6 +21,12 @@ from fuel_core.errors import ChatTemplateError
 __all__ = ["ChatTemplate", "Message"]
 
 Message = Mapping[str, Any]
+
+_MOST_STEPS: Final = 500_000
+"""Turns of loops and calls of one rendering: ten thousand messages are no tenth of it."""
+_MOST_ITEMS: Final = 16 << 20
+"""Characters or items of one value that an operator makes."""
+_MOST_BITS: Final = 4096
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -50,11 +58,95 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+_steps: ContextVar[list[int]] = ContextVar("steps of the rendering that is going on")
+
+
+def _step() -> None:
+    taken = _steps.get(None)
+    if taken is not None:
+        taken[0] += 1
+        if taken[0] > _MOST_STEPS:
+            raise jinja2.exceptions.SecurityError(f"more than {_MOST_STEPS} steps")
+
+
+@jinja2.pass_context  # which also keeps it from being worked out when the template is compiled
+def _counted(context: object, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        _step()
+        yield item
+
+
+@jinja2.pass_context
+def _joined(context: object, parts: Sequence[Any]) -> str:
+    texts = [str(part) for part in parts]
+    if sum(map(len, texts)) > _MOST_ITEMS:
+        raise jinja2.exceptions.SecurityError("a value too large, made with ~")
+    return "".join(texts)
+
+
+def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
+    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+class _Bounds(jinja2.visitor.NodeTransformer):
+    """Puts what counts and what measures into a template's tree."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.iter = _filtered(node.iter, "counted")
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        return _filtered(jinja2.nodes.List(node.nodes, lineno=node.lineno), "joined")
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with bounds on what a template may compute: a file's text must not hold up who loads it.
+
+    Loops, calls and operators are bounded. What single filters make of large numbers is not.
+    """
+
+    # Those that make much of little; none of them is worked out when the template is compiled.
+    intercepted_binops = frozenset({"**", "*", "+", "%"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree: jinja2.nodes.Template = _Bounds().visit(super()._parse(source, name, filename))
+        return tree
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        _step()
+        # Widths and counts, of str.center for one.
+        if any(isinstance(value, int) and abs(value) > _MOST_ITEMS for value in (*args, *kwargs.values())):
+            raise jinja2.exceptions.SecurityError("a number too large, given to a function")
+        return super().call(*args, **kwargs)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        if _too_large(operator, left, right):
+            raise jinja2.exceptions.SecurityError(f"a value too large, made with {operator}")
+        return super().call_binop(context, operator, left, right)
+
+
+def _too_large(operator: str, left: Any, right: Any) -> bool:
+    """Whether the result would be larger than any conversation needs."""
+    if operator == "%":
+        return isinstance(left, str) and re.search(r"\d{5}|\*", left) is not None
+    if isinstance(left, int) and isinstance(right, int):
+        if operator == "**":
+            return left.bit_length() * abs(right) > _MOST_BITS
+        return left.bit_length() + right.bit_length() > _MOST_BITS
+    lengths = [len(value) for value in (left, right) if isinstance(value, str | bytes | list | tuple)]
+    if operator == "+":
+        return sum(lengths) > _MOST_ITEMS
+    times = [value for value in (left, right) if isinstance(value, int)]
+    return operator == "*" and bool(lengths) and bool(times) and lengths[0] * times[0] > _MOST_ITEMS
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
+    env = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols])
     env.filters["tojson"] = _tojson
+    env.filters["counted"] = _counted
+    env.filters["joined"] = _joined
     env.globals["raise_exception"] = _raise_exception
     env.globals["strftime_now"] = _strftime_now
     return env
@@ -90,6 +182,7 @@ class ChatTemplate:
         """
         check_messages(messages)
         variables: dict[str, Any] = {"tools": None, "documents": None, **self._special_tokens, **kwargs}
+        before = _steps.set([0])
         try:
             return self._template.render(
                 messages=[dict(m) for m in messages], add_generation_prompt=add_generation_prompt, **variables
@@ -110,6 +203,8 @@ class ChatTemplate:
                 f"{self._where}chat template failed: {type(error).__name__}: {_one_line(error)}; "
                 f"found roles {[str(m.get('role')) for m in messages]}; send others, or use generate"
             ) from error
+        finally:
+            _steps.reset(before)
 
 
 def check_messages(messages: Sequence[Message]) -> None:

@@ -211,7 +211,10 @@ class Tokenizer:
         """Id of a role's token: by its text where the tokenizer names one, else by a published number."""
         token = self._source.special_tokens.get(role)
         if token is not None:
-            return self._backend.token_to_id(token)
+            try:
+                return self._backend.token_to_id(token)
+            except UnicodeEncodeError:  # half a character, which JSON can write and no vocabulary holds
+                return None
         # config.json repeats ids that its tokenizer does not use; only a tokenizer without a config is taught by it.
         if self._source.format == "gguf" or not self._source.tokenizer_config:
             token_id = self._source.special_ids.get(role)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fuel_core.decode_shape import canonical
 from fuel_core.errors import DecodeError, WeightsError
 from fuel_core.kv_cache import KeyValue, KvCache, Slots
 from fuel_core.persistent_decode import InferenceContext, forward_decode_step, forward_with_kv_context
+from fuel_core.testing.hostile import complaints
 from fuel_core.testing.oracles import write_checkpoint
 from fuel_core.testing.registry import check, require, skip
 from fuel_core.testing.workspace import PATHS, Case, Workspace
@@ -95,6 +97,13 @@ def config_spellings_agree(case: Case) -> None:
         if field.compare and getattr(found, field.name) != getattr(spec, field.name)
     ]
     case.require(not differ, f"old and new spelling of the config differ in {', '.join(differ)}")
+
+
+@check()
+def hostile_configs_are_refused(case: Case) -> None:
+    """A value that a key cannot have (another type, infinite, huge, zero) that ends in a crash, not in our error."""
+    found = list(islice(complaints(case.family, case.raw), 3))
+    case.require(not found, "; ".join(found))
 
 
 @check()

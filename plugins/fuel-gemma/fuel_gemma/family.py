@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fuel_core import DecodeBackbone, Family, RawConfig
+from fuel_core import DecodeBackbone, Family, RawConfig, errors
 
 from fuel_gemma import gemma, gemma2, gemma3
 
@@ -13,10 +13,16 @@ _GENERATIONS: tuple[Any, ...] = (gemma, gemma2, gemma3)
 
 def resolve_config(raw: RawConfig) -> gemma.GemmaConfig:
     """Raw config -> the spec of its generation. Raises ConfigError naming the key, what was expected and found."""
-    if raw.format == "gguf":
-        module = next(m for m in _GENERATIONS if raw.gguf_architecture in m.GGUF_ARCHITECTURES)
+    in_gguf = raw.format == "gguf"
+    word = raw.gguf_architecture if in_gguf else raw.model_type
+    for module in _GENERATIONS:
+        if word in (module.GGUF_ARCHITECTURES if in_gguf else module.MODEL_TYPES):
+            break
     else:
-        module = next(m for m in _GENERATIONS if raw.model_type in m.MODEL_TYPES)
+        raise errors.ConfigError(
+            f"{raw.source('model_type')}: expected model_type to be one of {', '.join(FAMILY.model_types)}, found "
+            f"{word!r:.80} for family 'gemma'; correct the config"
+        )
     spec: gemma.GemmaConfig = module.resolve_config(raw)
     return spec
 

@@ -89,7 +89,7 @@ def schedule(reader: ConfigReader, n_layers: int, period: int) -> dict[str, Any]
     for layer, kind in enumerate(kinds):
         if kind not in (WINDOWED, DENSE):
             raise errors.ConfigError(
-                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r} for family "
+                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r:.80} for family "
                 f"{reader.family!r}; correct the config"
             )
         if kind == WINDOWED and window is None:
@@ -108,7 +108,13 @@ def query_scalar(reader: ConfigReader, values: dict[str, Any], scaled_by_width: 
     scale = reader.raw.get(_GGUF_SCALE)
     if scale is not None:
         reader.note(key, f"{reader.raw.source(_GGUF_SCALE)} ** -2")
-        return float(reader.float(_GGUF_SCALE) ** -2)
+        factor = reader.float(_GGUF_SCALE)
+        if not 1e-9 < factor < 1e9:  # its square has to be a number as well
+            raise errors.ConfigError(
+                f"{reader.raw.source(_GGUF_SCALE)}: expected {_GGUF_SCALE!r} to be a number between 1e-9 and 1e9, "
+                f"found {factor!r} for family {reader.family!r}; convert the model again"
+            )
+        return float(factor**-2)
     if values["num_hidden_layers"] in scaled_by_width:
         reader.note(key, "family: hidden_size / num_attention_heads at this depth")
         return float(values["hidden_size"] / values["num_attention_heads"])

@@ -9,6 +9,7 @@ import gguf
 import pytest
 import torch
 from fuel_core import RawConfig, open_checkpoint
+from fuel_core.testing.hostile import complaints
 from tiny_gemma import (
     CHECKPOINTS,
     DENSE,
@@ -181,3 +182,14 @@ def test_every_generation_is_written_and_read() -> None:
     assert {architecture for architecture, _ in AS_WRITTEN.values()} == set(FAMILY.gguf_architectures)
     assert {kind for kind, _ in CHECKPOINTS.values()} == set(FAMILY.model_types) - {"gemma3"}
     assert GEMMA3["num_hidden_layers"] > 6
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_metadata_that_cannot_be_gives_our_errors_alone(tmp_path: Path, name: str) -> None:
+    """Another type, not finite, huge, zero: at every key that is read of a file."""
+    architecture, changes = AS_WRITTEN[name]
+    reference = reference_of(name, **changes)
+    with open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", reference, architecture, {"attention.scale": 0.125})
+    ) as checkpoint:
+        assert list(complaints(FAMILY, checkpoint.raw, named=False)) == []

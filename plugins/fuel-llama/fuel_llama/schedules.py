@@ -17,7 +17,7 @@ def layer_types(reader: ConfigReader, n_layers: int, window: int | None) -> tupl
         place = f"{reader.raw.source('layer_types')}: expected"
         if kind not in (WINDOWED, DENSE):
             raise errors.ConfigError(
-                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r} for family "
+                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r:.80} for family "
                 f"{reader.family!r}; correct the config"
             )
         if kind == WINDOWED and window is None:

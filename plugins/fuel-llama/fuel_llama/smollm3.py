@@ -127,7 +127,7 @@ def _uses_rope(reader: ConfigReader, n_layers: int) -> tuple[bool, ...]:
     for layer, value in enumerate(published):
         if value not in (0, 1):
             raise errors.ConfigError(
-                f"{place}: expected no_rope_layers[{layer}] to be 1 (uses RoPE) or 0, found {value!r} for family "
+                f"{place}: expected no_rope_layers[{layer}] to be 1 (uses RoPE) or 0, found {value!r:.80} for family "
                 "'smollm3'; correct the config"
             )
     return tuple(value == 1 for value in published[:n_layers])

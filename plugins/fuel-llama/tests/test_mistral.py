@@ -16,6 +16,7 @@ import pytest
 import torch
 from fuel_core import InferenceContext, forward_decode_step, open_checkpoint
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError, WeightsError
+from fuel_core.testing.hostile import complaints
 from safetensors.torch import load_file, save_file
 from tiny_files import read_config, with_config, with_tensors
 from tiny_llama import PATHS, decode, new_cache, reference_logits, token_ids, worst
@@ -42,6 +43,7 @@ from transformers import (
 )
 from transformers import MistralConfig as ReferenceConfig
 
+from fuel_llama.family import FAMILY
 from fuel_llama.llama import LlamaBackbone
 from fuel_llama.mistral import TemperedAttention
 
@@ -409,3 +411,15 @@ def test_gguf_log_multiplier_is_one_of_the_two_magnitudes(checkpoint: Callable[[
         more = {**GGUF_YARN, "rope.scaling.yarn_log_multiplier": multiplier}
         path = write_gguf_of(tmp_path / f"{multiplier}.gguf", reference, "mistral3", more)
         assert load_family(path).rope_plan.variants[0].scale == pytest.approx(scale, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "word", "more"), [("nemo", "mistral3", {}), ("nemo", "llama", {}), ("ministral3", "mistral3", GGUF_YARN)]
+)
+def test_metadata_that_cannot_be_gives_our_errors_alone(
+    checkpoint: Callable[[str], Pair], tmp_path: Path, name: str, word: str, more: Mapping[str, Any]
+) -> None:
+    """Another type, not finite, huge, zero: at every key that is read of a file."""
+    _, reference = checkpoint(name)
+    with open_checkpoint(write_gguf_of(tmp_path / "m.gguf", reference, word, more)) as opened:
+        assert list(complaints(FAMILY, opened.raw, named=False)) == []

@@ -26,7 +26,7 @@ def resolve_config(raw: RawConfig) -> phi.PhiConfig | phi3.Phi3Config:
         return phi3.resolve_config(raw)
     what = _OTHERS.get(word or "", "a newer release may know it")
     raise errors.UnsupportedCheckpointError(
-        f"expected model_type {' or '.join(FAMILY.model_types)} for family 'phi', found {word!r}; {what}"
+        f"expected model_type {' or '.join(FAMILY.model_types)} for family 'phi', found {word!r:.80}; {what}"
     )
 
 

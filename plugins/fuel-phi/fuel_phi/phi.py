@@ -32,6 +32,7 @@ from fuel_core import (
     RawConfig,
     RopePlan,
     RopeVariant,
+    errors,
     layers,
 )
 from torch import Tensor, nn
@@ -107,7 +108,14 @@ def _todays_spelling(raw: RawConfig) -> RawConfig:
     if "n_embd" in raw and raw.get("intermediate_size") is None and type(hidden) is int:
         raw = raw.with_values({"intermediate_size": 4 * hidden}, "derived: 4 * n_embd")
     width = raw.get("rotary_dim")
-    if raw.get("partial_rotary_factor") is None and type(width) is type(hidden) is type(heads) is int and hidden > 0:
+    if width is None or raw.get("partial_rotary_factor") is not None:
+        return raw
+    if type(hidden) is type(heads) is int and hidden > 0:
+        if type(width) is not int or not 0 < width * heads <= hidden:
+            raise errors.ConfigError(
+                f"{raw.source('rotary_dim')}: expected 'rotary_dim' to be an integer between 1 and the width of a "
+                f"head, found {width!r:.80} for family 'phi'; correct the config"
+            )
         share = width * heads / hidden
         raw = raw.with_values(
             {"partial_rotary_factor": share}, f"derived: {raw.source('rotary_dim')}: rotary_dim / head_dim"

@@ -101,7 +101,7 @@ def _stated_window(raw: RawConfig) -> RawConfig:
         return raw.with_values({"sliding_window": None}, f"{raw.source('sliding_window')} is 0")
     if "sliding_window" not in raw:
         shape = tuple(raw.get(key) for key in ("num_hidden_layers", "max_position_embeddings", "vocab_size"))
-        window = _UNSTATED_WINDOWS.get(shape)  # type: ignore[arg-type]
+        window = next((width for known, width in _UNSTATED_WINDOWS.items() if known == shape), None)
         if window is not None:
             return raw.with_values({"sliding_window": window}, "family: not stated by early GGUF files")
     return raw

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fuel_core import DecodeBackbone, InferenceContext, LanguageModel, errors, forward_with_kv_context, layers
+from fuel_core import (
+    DecodeBackbone,
+    InferenceContext,
+    LanguageModel,
+    errors,
+    forward_with_kv_context,
+    layers,
+    open_checkpoint,
+)
+from fuel_core.testing.hostile import complaints
 from safetensors.torch import load_file, save_file
 from tiny_phi import (
     CHECKPOINTS,
@@ -37,6 +46,8 @@ from tiny_phi import (
 from torch import Tensor
 from transformers import Phi3Config as ReferenceConfig
 from transformers import Phi3ForCausalLM
+
+from fuel_phi.family import FAMILY
 
 N_IDS = 24
 """A prompt of 9 ids, longer than the window, and three windows of decode steps."""
@@ -317,8 +328,6 @@ def test_window_that_early_gguf_files_leave_out_is_supplied(
 ) -> None:
     from fuel_core import RawConfig
 
-    from fuel_phi.family import FAMILY
-
     values = {
         "num_hidden_layers": layers_,
         "max_position_embeddings": positions,
@@ -329,6 +338,13 @@ def test_window_that_early_gguf_files_leave_out_is_supplied(
         "rope_theta": 10000.0,
     }
     raw = RawConfig(values, {}, format="gguf", gguf_architecture="phi3")
-    assert FAMILY.resolve_config(raw).sliding_window == window  # type: ignore[attr-defined]
+    assert FAMILY.resolve_config(raw).sliding_window == window
     stated = raw.with_values({"sliding_window": 7}, "gguf: phi3.attention.sliding_window")
-    assert FAMILY.resolve_config(stated).sliding_window == 7  # type: ignore[attr-defined]
+    assert FAMILY.resolve_config(stated).sliding_window == 7
+
+
+def test_metadata_that_cannot_be_gives_our_errors_alone(checkpoint: Callable[[str], Pair], tmp_path: Path) -> None:
+    """Another type, not finite, huge, zero: at every key that is read of a file."""
+    _, reference = checkpoint("phi4_mini")
+    with open_checkpoint(write_gguf(tmp_path / "m.gguf", reference, "phi3", {**KEYS, **lists_of(reference)})) as opened:
+        assert list(complaints(FAMILY, opened.raw, named=False)) == []

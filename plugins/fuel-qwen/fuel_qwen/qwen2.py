@@ -90,7 +90,7 @@ def windows(reader: ConfigReader, n_layers: int) -> dict[str, Any]:
     for layer, kind in enumerate(kinds):
         if kind not in (WINDOWED, DENSE):
             raise errors.ConfigError(
-                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r} for family "
+                f"{place} layer_types[{layer}] to be {WINDOWED} or {DENSE}, found {kind!r:.80} for family "
                 f"{reader.family!r}; correct the config"
             )
         if kind == WINDOWED and width is None:

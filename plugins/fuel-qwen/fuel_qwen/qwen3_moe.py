@@ -29,6 +29,10 @@ from fuel_qwen.qwen3 import Qwen3Attention, Qwen3Backbone, Qwen3Config
 MODEL_TYPES = ("qwen3_moe",)
 GGUF_ARCHITECTURES = ("qwen3moe",)
 
+# Far above what is published, and still sizes that torch can name when they are multiplied.
+_MOST_EXPERTS = 4096
+_MOST_WIDTH = 1 << 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config):
@@ -50,13 +54,14 @@ def resolve_config(raw: RawConfig) -> Qwen3MoeConfig:
     width = window_width(reader) if window_switch(reader) else None
     reader.note("layer_types", "derived: use_sliding_window, sliding_window")
     # Newer releases of transformers save the same number under the second name.
-    experts = reader.int("num_experts" if raw.get("num_experts") is not None else "num_local_experts", minimum=0)
-    reader.note("num_experts", raw.source("num_experts" if "num_experts" in raw else "num_local_experts"))
+    written = "num_local_experts" if raw.get("num_experts") is None and "num_local_experts" in raw else "num_experts"
+    experts = reader.int(written, minimum=0, maximum=_MOST_EXPERTS)
+    reader.note("num_experts", raw.source(written))
     chosen = reader.int("num_experts_per_tok")
     if experts and chosen > experts:
         raise errors.ConfigError(
-            f"{raw.source('num_experts_per_tok')}: expected num_experts_per_tok of at most {experts}, the number of "
-            f"experts, found {chosen} for family 'qwen3_moe'; correct the config"
+            f"{raw.source('num_experts_per_tok')}: expected num_experts_per_tok of at most {experts}, as many as "
+            f"{written} says, found {chosen} for family 'qwen3_moe'; correct the config"
         )
     in_gguf = raw.format == "gguf"
     return reader.finish(
@@ -67,7 +72,7 @@ def resolve_config(raw: RawConfig) -> Qwen3MoeConfig:
         attention_bias=reader.bool("attention_bias", False),
         num_experts=experts,
         num_experts_per_tok=chosen,
-        moe_intermediate_size=reader.int("moe_intermediate_size"),
+        moe_intermediate_size=reader.int("moe_intermediate_size", maximum=_MOST_WIDTH),
         norm_topk_prob=reader.bool("norm_topk_prob", in_gguf, why="family: true in GGUF" if in_gguf else "default"),
         sparse_layers=_sparse_layers(reader, n_layers) if experts else (False,) * n_layers,
     )

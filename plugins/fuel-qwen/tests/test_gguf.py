@@ -11,6 +11,7 @@ import pytest
 import torch
 from fuel_core import open_checkpoint
 from fuel_core.checkpoint.gguf_file import GgufCheckpoint
+from fuel_core.testing.hostile import complaints
 from fuel_core.text import load_tokenizer
 from tiny_qwen import CHECKPOINTS, MOE, error_of, load, reference_model, save, write_gguf
 
@@ -114,3 +115,10 @@ def test_generation_stops_at_the_end_of_a_turn_and_of_the_text(tmp_path: Path) -
     metadata = _vocabulary(eos_token_id=1, eot_token_id=3)
     with open_checkpoint(write_gguf(tmp_path / "m.gguf", reference, metadata=metadata)) as checkpoint:
         assert {1, 3} <= set(load_tokenizer(checkpoint.tokenizer_files()).stop_token_ids)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "moe"])
+def test_metadata_that_cannot_be_gives_our_errors_alone(tmp_path: Path, name: str) -> None:
+    """Another type, not finite, huge, zero: at every key that is read of a file."""
+    with open_checkpoint(write_gguf(tmp_path / "model.gguf", reference_model(**CHECKPOINTS[name]))) as checkpoint:
+        assert list(complaints(FAMILY, checkpoint.raw, named=False)) == []

@@ -170,7 +170,7 @@ def test_weights_are_renormalised_only_where_a_config_says_so() -> None:
     ("changes", "message"),
     [
         ({"num_experts_per_tok": 129}, "at most 128.*found 129"),
-        ({"num_experts": ...}, "num_local_experts"),
+        ({"num_experts": ...}, "'num_experts'"),
         ({"moe_intermediate_size": ...}, "moe_intermediate_size"),
     ],
 )
