@@ -181,6 +181,9 @@ def test_a_signal_that_is_ignored_stays_ignored(plain: str, start: Start) -> Non
 
 # -- builds -------------------------------------------------------------------------------------------------------
 
+# What is written before there is code: the recorded step, and which code is wanted for it.
+NOT_CODE = ("recording", "index")
+
 
 def test_a_compile_that_is_ended_ends_its_compilers_and_leaves_no_code(
     site: Site, start: Start, tmp_path: Path
@@ -200,7 +203,7 @@ def test_a_compile_that_is_ended_ends_its_compilers_and_leaves_no_code(
     assert processes_of(cache) == []
     left = {path.name for path in (cache / "v1").iterdir()} - {".locks"}
     kept = CodeCache(cache)
-    assert all((entry := kept.find(key)) is not None and entry.about["kind"] == "recording" for key in left), left
+    assert all((entry := kept.find(key)) is not None and entry.about["kind"] in NOT_CODE for key in left), left
 
 
 def test_a_background_build_outlives_its_command_and_is_not_trusted_when_killed(
@@ -224,7 +227,7 @@ def test_a_background_build_outlives_its_command_and_is_not_trusted_when_killed(
     for key, _, _ in kept.entries():
         entry = kept.find(key)
         assert entry is not None
-        assert entry.about["kind"] == "recording"
+        assert entry.about["kind"] in NOT_CODE
     # The next command finds nothing to trust, and needs nothing.
     again = start("generate", folder, "w5", "-n", "5", "--json", env={**settings, "FUEL_COMPILE": "0"})
     out, err = again.communicate(timeout=60)
