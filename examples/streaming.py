@@ -44,4 +44,7 @@ def main(path: str) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except fuel.FuelError as error:  # one line: expected, found, next step
+        sys.exit(str(error))

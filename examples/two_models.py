@@ -58,4 +58,7 @@ def main(path: str, other: str | None = None) -> None:
 if __name__ == "__main__":
     if not 2 <= len(sys.argv) <= 3:
         sys.exit(__doc__)
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except fuel.FuelError as error:  # one line: expected, found, next step
+        sys.exit(str(error))

@@ -137,9 +137,9 @@ class KvCache:
             raise GeometryError(
                 "KvCache: at least one layer state spec expected, found none; pass model.layer_state_specs()"
             )
-        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or max_seq_len < 1:
+        if isinstance(max_seq_len, bool) or not isinstance(max_seq_len, int) or not 1 <= max_seq_len < 2**31:
             raise CapacityError(
-                f"KvCache: max_seq_len must be an integer of at least 1, found {max_seq_len!r}; give one"
+                f"KvCache: max_seq_len must be an integer of 1 to {2**31 - 1}, found {max_seq_len!r:.80}; give one"
             )
         wrong = [spec for spec in self.specs if not isinstance(spec, KeyValue | Slots)]
         if wrong:

@@ -1157,9 +1157,13 @@ def _no_tokenizer(source: TokenizerSource) -> str:
 
 
 def _at_least_one(name: str, value: object) -> None:
-    """Raise ConfigError for what is neither None nor a whole number of at least 1."""
+    """Raise ConfigError for what is neither None nor a whole number from 1 that 31 bits hold."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name}: a whole number of at least 1 expected, found {value!r:.80}; give one")
+    if value is not None and value >= 2**31:
+        raise ConfigError(
+            f"{name}: a whole number of at most {2**31 - 1} expected, found {value!r:.80}; give a smaller one"
+        )
 
 
 def _device(device: object) -> torch.device:

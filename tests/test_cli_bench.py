@@ -61,8 +61,8 @@ def _refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("file", "said"),
     [
-        ("out.bmp", "a name in .png, .svg, .pdf expected, found"),
-        ("out", "a name in .png, .svg, .pdf expected, found"),
+        ("out.bmp", "a name ending in .png, .svg, .pdf expected, found"),
+        ("out", "a name ending in .png, .svg, .pdf expected, found"),
         ("no/such/out.png", "a file in a folder that is there expected"),
         ("folder.png", "found the folder"),
         ("a_file/out.png", "a file in a folder that is there expected"),

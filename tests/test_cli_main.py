@@ -160,6 +160,19 @@ def test_interrupt_exits_130_without_a_word() -> None:
     assert signal.SIGINT.value + 128 == 130
 
 
+def test_interrupt_exits_130_while_the_command_is_being_imported() -> None:
+    done = _run_python(
+        "import os, signal, sys\nfrom fuel_core.cli import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'typer': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.exit(main(['families']))"
+    )
+    assert done.returncode == 130
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("arguments", [["families", "--json"], ["families"], ["--help"]])
 def test_closed_pipe_is_silent(arguments: list[str]) -> None:
     read_end, write_end = os.pipe()

@@ -344,6 +344,12 @@ def test_check_refuses_in_one_line(arguments: list[str], said: str, capsys: pyte
     assert (shown.err.count("\n"), shown.out) == (1, "")
 
 
+@pytest.mark.parametrize("found", [None, 5, "zebra"])
+def test_what_is_no_declaration_is_refused(found: Any) -> None:
+    with pytest.raises(ConformanceError, match=rf"a Conformance expected, found {found!r}; pass the declaration"):
+        run_checks(found)
+
+
 def test_a_file_with_two_declarations_and_no_name_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "two.py"
     file.write_text(

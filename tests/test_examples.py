@@ -64,6 +64,14 @@ def test_an_example_without_arguments_says_how_it_is_called(name: str, monkeypat
         runpy.run_path(str(FOLDER / name), run_name="__main__")
 
 
+@pytest.mark.parametrize("name", [path.name for path in EXAMPLES if path.name != "own_family.py"])
+def test_an_example_ends_in_one_line_where_there_is_no_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "nowhere"])
+    with pytest.raises(SystemExit, match=r"nowhere.*\w$") as ended:
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+    assert "\n" not in str(ended.value.code)
+
+
 def test_two_models_each_keep_their_plan_and_one_too_few_rebuilds(run: Run, model: str) -> None:
     out = run("two_models.py", model)
     for title in ("first model", "second model"):

@@ -99,6 +99,7 @@ def test_load_compressed_weights_decode_in_float32_on_a_cpu(folder: Path) -> Non
         ({"dtype": torch.int8}, "dtype: auto"),
         ({"max_seq_len": 0}, "max_seq_len"),
         ({"max_seq_len": True}, "max_seq_len"),
+        ({"max_seq_len": 10**20}, "max_seq_len: .* at most 2147483647 expected, found 1000"),
         ({"max_seq_len": "x"}, "max_seq_len: .* found 'x'"),
         ({"max_seq_len": 1.5}, "max_seq_len: .* found 1.5"),
         ({"threads": 0}, "threads"),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import subprocess
 import sys
 import textwrap
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -19,7 +22,13 @@ from toy_llm import BOS, byte_level, make
 
 from fuel_core.checkpoint.tokenizer_source import TokenizerSource
 from fuel_core.conversation import Conversation
-from fuel_core.errors import BackendUnavailableError, ChatTemplateError, ConfigError, GenerationError
+from fuel_core.errors import (
+    BackendUnavailableError,
+    ChatTemplateError,
+    ConfigError,
+    GenerationError,
+    NonFiniteLogitsError,
+)
 from fuel_core.generation import SamplingParams
 from fuel_core.llm import LanguageModel
 from fuel_core.text import load_tokenizer
@@ -83,6 +92,10 @@ def test_sampler_of_ones_own_chooses_every_token_of_every_kind_of_request() -> N
         ({"sampler": lambda logits, ids: 0.5}, "a token id expected, found 0.5"),
         ({"sampler": lambda logits, ids: -1}, r"a token id in 0\.\.\d+ expected, found -1; return one of these"),
         ({"sampler": lambda logits, ids: logits.numel()}, "expected, found"),
+        ({"sampler": lambda logits, ids: logits[3] < 0}, r"a token id expected, found tensor\((True|False)\)"),
+        ({"sampler": lambda logits, ids: True}, "a token id expected, found True"),
+        ({"sampler": lambda logits, ids: next(iter(()))}, "sampler: a return expected, found StopIteration"),
+        ({"on_progress": lambda done, total: next(iter(()))}, "on_progress: a return expected, found StopIteration"),
     ],
 )
 def test_sampler_that_cannot_choose_is_named_and_costs_the_model_nothing(options: Any, message: str) -> None:
@@ -90,6 +103,38 @@ def test_sampler_that_cannot_choose_is_named_and_costs_the_model_nothing(options
     with pytest.raises(GenerationError, match=message):
         llm.generate("hello", 5, **options)
     assert len(llm.generate("hello", 5).token_ids) == 5
+
+
+@pytest.mark.parametrize("options", [{"sampler": lambda logits, ids: next(iter(()))}])
+def test_reply_that_a_caller_s_function_stops_does_not_look_whole(options: Any) -> None:
+    """StopIteration ends a loop over pieces without a word, and an asyncio future never."""
+    llm = published()
+    with pytest.raises(GenerationError, match="found StopIteration"):
+        list(llm.stream("hello", 5, **options))
+    with pytest.raises(GenerationError, match="found StopIteration"):
+        asyncio.run(asyncio.wait_for(llm.agenerate("hello", 5, **options), 60))
+
+
+def test_sampler_may_write_to_what_it_is_given() -> None:
+    llm = published()
+    plain = llm.generate("hello", 5, logprobs=2)
+
+    def ruthless(logits: torch.Tensor, token_ids: Sequence[int]) -> int:
+        chosen = int(logits.argmax())
+        logits.fill_(torch.nan)
+        assert not hasattr(token_ids, "append")
+        return chosen
+
+    assert llm.generate("hello", 5, sampler=ruthless, logprobs=2) == replace(plain, stats=ANY)
+
+
+def test_sampler_is_not_asked_about_logits_that_are_no_numbers() -> None:
+    llm = published()
+    with torch.no_grad():
+        for parameter in llm.backbone.parameters():
+            parameter.fill_(torch.nan)
+    with pytest.raises(NonFiniteLogitsError, match="finite logits expected, found"):
+        llm.generate("hello", 5, sampler=lambda logits, ids: 3)
 
 
 def test_sampler_may_return_what_torch_returns() -> None:

@@ -35,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A pipe that nobody reads would hold up the interpreter's own flush.
             _discard_stdout()
             code = 0
+        except KeyboardInterrupt:  # while the command was still being imported
+            code = _INTERRUPTED
     return 128 + ending.number if ending.number else code
 
 

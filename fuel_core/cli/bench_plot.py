@@ -24,7 +24,7 @@ def check_plot(file: Path) -> None:
     Raises ConfigError for another suffix or a place that cannot be written, BackendUnavailableError without matplotlib.
     """
     if file.suffix.lower() not in _SUFFIXES:
-        raise ConfigError(f"--plot: a name in {', '.join(_SUFFIXES)} expected, found {str(file)!r}; choose one of them")
+        raise ConfigError(f"--plot: a name ending in {', '.join(_SUFFIXES)} expected, found {str(file)!r}; choose one")
     folder = file.parent
     if file.is_dir() or not folder.is_dir():
         found = f"that {folder} is none" if not file.is_dir() else f"the folder {file}"

@@ -63,7 +63,9 @@ Dtype = Annotated[
 ]
 MaxSeqLen = Annotated[
     int | None,
-    typer.Option("--max-seq-len", min=1, help="Positions of the KV cache.", show_default="grows up to the model's"),
+    typer.Option(
+        "--max-seq-len", min=1, max=2**31 - 1, help="Positions of the KV cache.", show_default="grows up to the model's"
+    ),
 ]
 Plan = Annotated[
     str, typer.Option("--plan", help="Which plan to hold: auto, recorded, compiled, or off (every step fresh).")

@@ -9,12 +9,20 @@ import copy
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from fuel_core.errors import CacheStateError, CapacityError, GenerationError
-from fuel_core.generation.sampling import Sampler, SamplingParams, TokenLogprob, TokenSampler, token_logprob
+from fuel_core.generation.sampling import (
+    Sampler,
+    SamplingParams,
+    TokenLogprob,
+    TokenSampler,
+    check_finite,
+    token_logprob,
+)
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode import check_arguments, forward_decode_step
 from fuel_core.profiling import span
@@ -26,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["PREFILL_CHUNK", "FinishReason", "GeneratedToken", "Generation", "check_max_new_tokens", "prefill_chunks"]
 
 FinishReason = Literal["stop", "length"]
+
+_T = TypeVar("_T")
 
 PREFILL_CHUNK = 512
 """Most prompt tokens that run at once, unless told otherwise."""
@@ -166,7 +176,7 @@ class Generation:
             self._logits = (len(self._ids), self._decode() if settled else self._catch_up())
         logits = self._logits[1]
         with span("fuel.sampling"):
-            token_id = _checked_choice(self._sampler(logits, self._ids), self._vocab)
+            token_id = self._choose(logits)
         logprob = None if self.sampling.logprobs is None else token_logprob(logits, token_id, self.sampling.logprobs)
         index = len(self._ids) - self._prompt_len
         reason: FinishReason | None = None
@@ -179,6 +189,13 @@ class Generation:
         self._ids.append(token_id)
         self._settled = True
         return GeneratedToken(token_id, index, reason, logprob)
+
+    def _choose(self, logits: Tensor) -> int:
+        if self._sampler is self._token_sampler:
+            return self._token_sampler(logits, self._ids)
+        check_finite(logits)
+        # Copies: what a sampler writes into its arguments, or keeps of them, must not change the reply.
+        return _checked_choice(_call("sampler", self._sampler, logits.clone(), (*self._ids,)), self._vocab)
 
     def __iter__(self) -> Iterator[GeneratedToken]:
         while (token := self.step()) is not None:
@@ -259,7 +276,7 @@ class Generation:
             logits = self._forward(self._ids[done : done + size])
             done += size
             if self.on_progress is not None and total == self._prompt_len:
-                self.on_progress(done, total)
+                _call("on_progress", self.on_progress, done, total)
         assert logits is not None, "at least the last id is run"
         if total == self._prompt_len:
             if self._forkable and self.cache.has_rolling_state:
@@ -322,9 +339,20 @@ def check_max_new_tokens(max_new_tokens: object) -> None:
         )
 
 
+def _call(what: str, function: Callable[..., _T], *arguments: object) -> _T:
+    """Call a function of the caller's. Its StopIteration would end whoever iterates, as if the reply were whole."""
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise GenerationError(f"{what}: a return expected, found StopIteration; catch it there") from error
+
+
 def _checked_choice(token_id: object, vocab: int) -> int:
     """What a sampler returned, as an id. An int, or an integer tensor of one element."""
     try:
+        # A truth value is the sign of a comparison that was meant to pick something.
+        if isinstance(token_id, bool) or (isinstance(token_id, Tensor) and token_id.dtype == torch.bool):
+            raise TypeError
         chosen = operator.index(token_id)  # type: ignore[arg-type]
     except TypeError:
         raise GenerationError(f"sampler: a token id expected, found {token_id!r:.80}; return an int") from None

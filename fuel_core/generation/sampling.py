@@ -40,9 +40,8 @@ _SEEDS = 2**64
 class Sampler(Protocol):
     """Chooses the next token.
 
-    `logits`: float32 [vocab], owned by the caller of the sampler, not to be written. `token_ids`: prompt and generated
-    ids so far, oldest first. Returns an id in 0..vocab-1. Raises NonFiniteLogitsError for logits that contain NaN or
-    infinities.
+    `logits`: float32 [vocab], finite. `token_ids`: prompt and generated ids so far, oldest first. A sampler of one's
+    own gets copies of both and may write to them. Returns an id in 0..vocab-1.
     """
 
     def __call__(self, logits: Tensor, token_ids: Sequence[int]) -> int: ...

@@ -8,12 +8,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from fuel_core.errors import ConformanceError
-
-if TYPE_CHECKING:
-    from fuel_core.testing.declaration import Conformance
+from fuel_core.testing.declaration import Conformance
 
 __all__ = ["MANIFEST", "Check", "CheckFailed", "CheckSkipped", "check", "checks", "fail", "require", "skip"]
 
@@ -149,6 +147,10 @@ def checks() -> tuple[Check, ...]:
 
 def verify(declaration: Conformance) -> None:
     """Refuse a declaration that names a check or a config that does not exist."""
+    if not isinstance(declaration, Conformance):
+        raise ConformanceError(
+            f"a Conformance expected, found {declaration!r:.80}; pass the declaration, or run `fuel check FAMILY`"
+        )
     names = {one.name for one in checks()}
     for key in declaration.expected_failures:
         name, _, config = key.partition("[")

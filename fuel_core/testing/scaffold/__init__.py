@@ -122,10 +122,10 @@ def _plain(asked: str) -> str:
 
 
 def _suggestion(asked: str) -> str:
-    """What to use instead; the empty name and one without a letter to begin with have no near one."""
+    """What to use instead; what keeps fewer than three characters has no near one."""
     near = re.sub(r"[^a-z0-9]+", "_", _plain(asked)).strip("_")
     near = re.sub(r"^[0-9_]+", "", near)[:_LONGEST].rstrip("_")
-    return f"use '{near.replace('_', '-')}'" if _NAME.match(near) else "use one such as 'zebra'"
+    return f"use '{near.replace('_', '-')}'" if _NAME.match(near) and near[2:] else "use one such as 'zebra'"
 
 
 def _refuse_what_is_taken(names: Names) -> None:
@@ -144,7 +144,7 @@ def _refuse_what_is_taken(names: Names) -> None:
                 continue
             raise FamilyConflictError(
                 f"new-family: a name that no installed package has expected, but {record.package} serves {what}; "
-                "choose another name and --model-type, or uninstall it"
+                f"choose another {'name' if word == names.name else '--model-type'}, or uninstall it"
             )
     try:
         found = importlib_metadata.distribution(names.distribution)
@@ -247,8 +247,8 @@ def _refuse_what_is_there(target: Path) -> None:
         )
     if target.is_dir() and (held := sorted(os.listdir(target))):
         raise NewFamilyError(
-            f"new-family: nothing or an empty folder expected at {str(target)!r}, found {len(held)} entries "
-            f"({held[0]!r}, ...); remove it, or choose another name or place with --into"
+            f"new-family: nothing or an empty folder expected at {str(target)!r}, found {held[0]!r}"
+            f"{f' and {len(held) - 1} more' if held[1:] else ''}; remove it, or choose another name or --into"
         )
 
 

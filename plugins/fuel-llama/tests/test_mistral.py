@@ -217,7 +217,7 @@ def test_layer_types_decide_which_layers_have_the_window() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layer_types": [SLIDING, FULL]}, r"expected 3 items in 'layer_types', found 2"),
+        ({"layer_types": [SLIDING, FULL]}, r"expected 3 items in 'layer_types' .*, found 2"),
         ({"layer_types": [SLIDING, FULL, "chunked_attention"]}, r"layer_types\[2\].*found 'chunked_attention'"),
         ({"layer_types": [FULL, SLIDING, FULL], "sliding_window": None}, r"sliding_window, since layer 1"),
     ],

@@ -139,7 +139,7 @@ def test_schedule_wins_over_the_interval() -> None:
         ({"no_rope_layers": [1, 0, 3, 1, 1]}, r"no_rope_layers\[2\] to be 1 \(uses RoPE\) or 0, found 3"),
         ({"no_rope_layers": 4}, r"'no_rope_layers' to be a list, found 4"),
         ({"no_rope_layers": None, "no_rope_layer_interval": 0}, r"no_rope_layer_interval.*at least 1, found 0"),
-        ({"layer_types": [FULL] * 4}, r"expected 5 items in 'layer_types', found 4"),
+        ({"layer_types": [FULL] * 4}, r"expected 5 items in 'layer_types' .*, found 4"),
         ({"layer_types": [FULL] * 4 + ["rolling"]}, r"layer_types\[4\].*'rolling'"),
         ({"layer_types": [FULL] * 4 + [SLIDING], "sliding_window": None}, r"sliding_window, since layer 4"),
     ],
