@@ -71,7 +71,7 @@ class Family:
     resolve_config: Callable[[RawConfig], Any]
     build: Callable[[Any], DecodeBackbone]
     tensor_names: Callable[[str], str | None] | Mapping[str, str | None] | None = None
-    gguf_names: Mapping[str, str] | None = None
+    gguf_names: Mapping[str, str | Mapping[str, str | None] | None] | None = None
     defaults: Mapping[str, Any] = field(default_factory=_no_defaults)
 
     def __post_init__(self) -> None:

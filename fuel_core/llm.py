@@ -1153,7 +1153,7 @@ def _no_tokenizer(source: TokenizerSource) -> str:
             f"{expected} tokenizer.model alone; convert it (in Python, with transformers: "
             "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)), or pass token ids"
         )
-    return f"{expected} none; add the file, or pass token ids to generate"
+    return f"{expected} none; add the file, or in Python pass token ids to generate()"
 
 
 def _at_least_one(name: str, value: object) -> None:

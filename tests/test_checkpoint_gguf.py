@@ -56,6 +56,17 @@ def test_metadata_gives_the_spec_of_the_folder_it_was_converted_from(tmp_path: P
     assert spec.rms_norm_eps == 1e-5  # stored as float32 9.999999747378752e-06
 
 
+@pytest.mark.parametrize("stored", ["blk.0.attn_q.bias", "blk.0.attn_qkv.bias"])
+def test_biases_of_separate_and_of_fused_projections_are_seen(stored: str, tmp_path: Path) -> None:
+    plain = open_checkpoint(write_gguf(tmp_path / "plain.gguf", tensors_for(toy())))
+    assert plain.raw["attention_bias"] is False
+    assert plain.raw.source("attention_bias") == "gguf: blk.0.attn_q.bias and blk.0.attn_qkv.bias absent"
+    biased = write_gguf(tmp_path / "m.gguf", tensors_for(toy()), raw_tensors={stored: np.zeros(96, dtype=np.float32)})
+    raw = open_checkpoint(biased).raw
+    assert raw["attention_bias"] is True
+    assert raw.source("attention_bias") == f"gguf: {stored} present"
+
+
 def test_head_width_is_the_key_length_else_the_quotient(tmp_path: Path) -> None:
     config = {**TINY, "hidden_size": 64}
     ck = open_checkpoint(write_gguf(tmp_path / "a.gguf", config=config))

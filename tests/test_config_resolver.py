@@ -72,6 +72,34 @@ def test_optional_value_keeps_null_apart_from_absent() -> None:
     assert reader().optional_int("sliding_window") is None
 
 
+def test_key_published_under_another_name_is_read_and_named() -> None:
+    raw = RawConfig.from_config({"n_embd": 96, "rotary_pct": "x", "n_head": None, "num_attention_heads": 4})
+    renamed = raw.renamed({"n_embd": "hidden_size", "rotary_pct": "share", "n_head": "num_attention_heads", "n": "m"})
+    assert renamed["hidden_size"] == 96
+    assert renamed.source("hidden_size") == "config.json: n_embd"
+    assert renamed["num_attention_heads"] == 4
+    assert renamed.source("num_attention_heads") == "config.json"
+    assert "m" not in renamed
+    assert "hidden_size" not in raw
+    with pytest.raises(ConfigError, match=r"config.json: rotary_pct: expected 'share' to be a number"):
+        ConfigReader(renamed, {}, family="toy").float("share")
+
+
+def test_key_published_under_two_names_must_agree() -> None:
+    same = RawConfig.from_config({"n_embd": 96, "hidden_size": 96}).renamed({"n_embd": "hidden_size"})
+    assert same.source("hidden_size") == "config.json"
+    with pytest.raises(ConfigError, match=r"expected 'n_embd' and 'hidden_size' to agree, found 96 and 64; correct"):
+        RawConfig.from_config({"n_embd": 96, "hidden_size": 64}).renamed({"n_embd": "hidden_size"})
+
+
+def test_items_outside_the_choices_are_refused_with_their_place() -> None:
+    assert reader(kinds=["a", "b"]).list("kinds", choices=("a", "b")) == ("a", "b")
+    with pytest.raises(ConfigError, match=r"config.json: expected kinds\[1\] to be a or b, found 'c'.*toy"):
+        reader(kinds=["a", "c"]).list("kinds", choices=("a", "b"))
+    with pytest.raises(ConfigError, match=r"expected kinds\[0\] to be a or b, found \[\]"):
+        reader(kinds=[[]]).list("kinds", choices=("a", "b"))
+
+
 def test_string_outside_the_choices_is_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"one of gelu, silu, found 'gegelu'"):
         reader(hidden_act="gegelu").str("hidden_act", choices=("gelu", "silu"))

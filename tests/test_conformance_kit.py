@@ -17,7 +17,8 @@ import torch
 
 from fuel_core import cli
 from fuel_core.errors import ConformanceError
-from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, toy
+from fuel_core.plan_backends.compiled import builds_allowed
+from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, runner, toy
 from fuel_core.testing.checks.contract import respelled
 from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
 from fuel_core.testing.checks.hygiene import private_imports
@@ -342,6 +343,20 @@ def test_check_refuses_in_one_line(arguments: list[str], said: str, capsys: pyte
     shown = capsys.readouterr()
     assert said in shown.err
     assert (shown.err.count("\n"), shown.out) == (1, "")
+
+
+def test_checks_start_no_builds_of_native_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would outlive the command, and fill the user's cache with models of a moment."""
+    monkeypatch.setenv("FUEL_COMPILE", "1")
+    seen: list[bool] = []
+    first = checks()[0]
+    monkeypatch.setattr(
+        runner, "checks", lambda: [dataclasses.replace(first, run=lambda _: seen.append(builds_allowed()))]
+    )
+    run_checks(CONFORMANCE)
+    assert seen
+    assert not any(seen)
+    assert builds_allowed()
 
 
 @pytest.mark.parametrize("found", [None, 5, "zebra"])

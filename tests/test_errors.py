@@ -318,7 +318,7 @@ CASES = [
         a_text_without_a_tokenizer,
         "expected tokenizer.json",
         "found none",
-        "add the file, or pass token ids",
+        "add the file, or in Python pass token ids",
         GENERATE,
     ),
     Case(

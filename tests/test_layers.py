@@ -116,14 +116,18 @@ def test_rms_norm_module_uses_its_own_gain_and_eps():
     assert not torch.equal(norm(x), layers.rms_norm(x, norm.weight, 1e-5))
 
 
+@pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_layer_norm_is_the_formula(dtype):
-    norm = layers.LayerNorm(96, 1e-3).to(dtype)
+def test_layer_norm_is_the_formula(dtype, biased):
+    norm = layers.LayerNorm(96, 1e-3, bias=biased).to(dtype)
+    assert sorted(norm.state_dict()) == (["bias", "weight"] if biased else ["weight"])
     norm.weight.copy_(random(96, seed=1))
-    norm.bias.copy_(random(96, seed=2))
+    if biased:
+        norm.bias.copy_(random(96, seed=2))
     x = (random(2, 3, 96) + 0.7).to(dtype)
     centred = x.double() - x.double().mean(-1, keepdim=True)
-    exact = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double() + norm.bias.double()
+    exact = centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight.double()
+    exact = exact + norm.bias.double() if biased else exact
     found = norm(x)
     assert found.dtype == dtype
     if dtype == torch.float32:

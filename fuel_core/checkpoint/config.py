@@ -133,6 +133,33 @@ class RawConfig(Mapping[str, Any]):
             nested_model_type=self.nested_model_type,
         )
 
+    def renamed(self, names: Mapping[str, str]) -> RawConfig:
+        """A copy in which what is published under other names stands under the usual ones as well.
+
+        `names`: published name -> usual name (`{"rotary_pct": "partial_rotary_factor"}`). The source of such a value
+        names the key it was read from. A null counts as absent. Raises ConfigError where two values stand under the two
+        names.
+        """
+        values, sources = dict(self._values), dict(self._sources)
+        for published, usual in names.items():
+            value, there = self.get(published), self.get(usual)
+            if value is None:
+                continue
+            if there is not None and there != value:
+                raise ConfigError(
+                    f"{self.source(published)}: expected {published!r} and {usual!r} to agree, found {shown(value)} "
+                    f"and {shown(there)}; correct one of them"
+                )
+            if there is None:
+                values[usual], sources[usual] = value, f"{self.source(published)}: {published}"
+        return RawConfig(
+            values,
+            sources,
+            format=self.format,
+            gguf_architecture=self.gguf_architecture,
+            nested_model_type=self.nested_model_type,
+        )
+
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
 
@@ -387,8 +414,13 @@ class ConfigReader:
         items = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
         return tuple(self._integer(key, item, 0) for item in items)
 
-    def list(self, key: _Str, *, length: _Int | None = None, into: _Str | None = None) -> tuple[Any, ...] | None:
-        """A list as a tuple (hashable), None when absent or null; `length` is the number of items it must have."""
+    def list(
+        self, key: _Str, *, length: _Int | None = None, choices: Iterable[Any] = (), into: _Str | None = None
+    ) -> tuple[Any, ...] | None:
+        """A list as a tuple (hashable), None when absent or null.
+
+        `length` is the number of items it must have; each is one of `choices`, if any are given.
+        """
         value = self._optional(key, into)
         if value is None:
             return None
@@ -400,6 +432,13 @@ class ConfigReader:
                 f"{self._place(key)}: expected {length} items in {key!r}{whose}, found {len(value)}{self._for()}; "
                 "correct the config"
             )
+        allowed = tuple(choices)
+        for i, item in enumerate(value if allowed else ()):
+            if item not in allowed:
+                raise ConfigError(
+                    f"{self._place(key)}: expected {key}[{i}] to be {' or '.join(map(str, allowed))}, found "
+                    f"{shown(item)}{self._for()}; correct the config"
+                )
         return tuple(value)
 
     # -- facts with more than one spelling ----------------------------------------------------------------------
@@ -482,8 +521,8 @@ class ConfigReader:
         allowed = tuple(kinds)
         if allowed and kind not in allowed:
             raise ConfigError(
-                f"{place}: RoPE type {shown(word)} ({kind}) is not implemented{self._for()}: expected one of "
-                f"{', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that has it"
+                f"{place}: RoPE type {shown(word)}{f' ({kind})' * (word != kind)} is not implemented{self._for()}: "
+                f"expected one of {', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that has it"
             )
         wanted = frozenset(allow)
         unknown = sorted(str(k) for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)

@@ -50,6 +50,11 @@ _BLOCK: Final = re.compile(r"blk\.(\d+)\.(.+)")
 # Output floats per dequantisation call: bounds the float32 temporaries to a few times this.
 _CHUNK: Final = 1 << 20
 
+# Which tensors say that projections add a bias; q, k and v may be one.
+_BIASES = {
+    "attention_bias": ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias"),
+    "mlp_bias": ("blk.0.ffn_up.bias",),
+}
 _ID_KEYS: Final = {
     "bos": "tokenizer.ggml.bos_token_id",
     "eos": "tokenizer.ggml.eos_token_id",
@@ -447,8 +452,9 @@ def _raw_config(ck: GgufCheckpoint, architecture: str) -> RawConfig:
     if header.tensors:
         tied = "output.weight" not in header.tensors
         put("tie_word_embeddings", tied, f"gguf: output.weight {'absent' if tied else 'present'}")
-        for key, stored in (("attention_bias", "blk.0.attn_q.bias"), ("mlp_bias", "blk.0.ffn_up.bias")):
-            put(key, stored in header.tensors, f"gguf: {stored} {'present' if stored in header.tensors else 'absent'}")
+        for key, fits in _BIASES.items():
+            biases = [stored for stored in fits if stored in header.tensors]
+            put(key, bool(biases), f"gguf: {biases[0]} present" if biases else f"gguf: {' and '.join(fits)} absent")
         dtype = _loaded_dtype(header)
         if dtype is not None:
             put("dtype", dtype, "gguf: tensor types")

@@ -39,18 +39,20 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation with gain and bias ``[hidden_size]`` (Ba, Kiros and Hinton 2016)."""
+    """Layer normalisation with gain and, unless told otherwise, bias ``[hidden_size]`` (Ba, Kiros and Hinton 2016)."""
 
-    def __init__(self, hidden_size: int, eps: float) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, hidden_size: int, eps: float, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(hidden_size), requires_grad=False)
+        self.register_parameter("bias", nn.Parameter(torch.empty(hidden_size), requires_grad=False) if bias else None)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == self.weight.dtype == torch.float32:
             return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
-        weight, bias = self.weight.to(torch.float32), self.bias.to(torch.float32)
+        weight, bias = self.weight.to(torch.float32), None if self.bias is None else self.bias.to(torch.float32)
         return F.layer_norm(x.to(torch.float32), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
 
     if TYPE_CHECKING:

@@ -29,7 +29,7 @@ CAPABILITIES: Final[Mapping[str, str]] = MappingProxyType(
         "named_slots": "some layer keeps named slots instead of keys and values",
         "partial_rotary": "fewer features are rotated than a head has",
         "rope": "some layer rotates",
-        "rope_variants": "layers differ in their rotation",
+        "rope_variants": "layers differ in their rotation; one that does not rotate at all is no variant",
         "tied_head": "the head shares the embedding in some config",
         "window": "some layer attends through a window",
         "window_variants": "some layers have a window and others have none, or another",

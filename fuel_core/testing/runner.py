@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -69,17 +70,23 @@ def units(declaration: Conformance, *, optional: bool = False, only: Sequence[st
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Refuse every connection: what a check needs, it makes."""
+    """Refuse every connection: what a check needs, it makes. Native code for models of a moment it does not."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise CheckFailed("a check reached for the network; families and oracles work offline")
 
+    builds = os.environ.get("FUEL_COMPILE")
+    os.environ["FUEL_COMPILE"] = "0"
     kept = socket.socket.connect
     socket.socket.connect = refuse  # type: ignore[method-assign]
     try:
         yield
     finally:
         socket.socket.connect = kept  # type: ignore[method-assign]
+        if builds is None:
+            os.environ.pop("FUEL_COMPILE", None)
+        else:
+            os.environ["FUEL_COMPILE"] = builds
 
 
 def call_unit(unit: Unit, workspace: Workspace) -> None:
