@@ -522,7 +522,8 @@ class ConfigReader:
         if allowed and kind not in allowed:
             raise ConfigError(
                 f"{place}: RoPE type {shown(word)}{f' ({kind})' * (word != kind)} is not implemented{self._for()}: "
-                f"expected one of {', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that has it"
+                f"expected one of {', '.join(allowed)} under rope_parameters or rope_scaling; use a checkpoint that "
+                "has it"
             )
         wanted = frozenset(allow)
         unknown = sorted(str(k) for k in block if k not in _ROPE_KNOWN and k not in wanted and block[k] is not None)
