@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from fuel_core import cli
-from fuel_core.errors import ConformanceError
+from fuel_core import RawConfig, cli
+from fuel_core.errors import ConfigError, ConformanceError
 from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, toy
 from fuel_core.testing.checks.contract import respelled
 from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
@@ -175,6 +175,34 @@ def test_other_spelling_of_a_config_is_the_other_one_and_back() -> None:
     again = respelled(old)
     assert again == new
     assert respelled({"hidden_size": 96}) is None
+
+
+def test_a_spelling_that_the_oracle_renames_is_tested_as_it_is_declared() -> None:
+    from fuel_core.testing.negative_controls import CONTROLS
+
+    ignored = next(c for c in CONTROLS if c.name == "declared-spelling").declaration(whole=False)
+    only = ["contract.config_spellings_agree"]
+    (found,) = run_checks(ignored, only=only)
+    assert (found.outcome, found.detail) == (
+        "failed",
+        "plain: the config as declared and as the oracle wrote it differ in rms_norm_eps (1e-06 and 0.001)",
+    )
+
+    def both(raw: RawConfig) -> Any:
+        old = raw.get("layer_norm_epsilon")
+        return toy.resolve_config(raw if old is None else raw.with_values({"rms_norm_eps": old}, "layer_norm_epsilon"))
+
+    right = dataclasses.replace(ignored, family=dataclasses.replace(toy.FAMILY, resolve_config=both))
+    assert [r.outcome for r in run_checks(right, only=only)] == ["passed"]
+
+    def none(raw: RawConfig) -> Any:
+        if "layer_norm_epsilon" in raw:
+            raise ConfigError("layer_norm_epsilon: expected no such key, found one; leave it out")
+        return toy.resolve_config(raw)
+
+    refused = dataclasses.replace(ignored, family=dataclasses.replace(toy.FAMILY, resolve_config=none))
+    (found,) = run_checks(refused, only=only)
+    assert found.detail.startswith("plain: the config is refused as it is declared, and read as the oracle wrote it")
 
 
 def test_weights_are_a_function_of_name_shape_and_seed() -> None:
