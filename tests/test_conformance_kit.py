@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from fuel_core import RawConfig, cli
 from fuel_core.errors import ConfigError, ConformanceError
-from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, toy
+from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, reference_oracle, registry, toy
 from fuel_core.testing.checks.contract import respelled
 from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
 from fuel_core.testing.checks.hygiene import private_imports
@@ -26,6 +27,7 @@ from fuel_core.testing.mutations import sabotage
 from fuel_core.testing.oracles import record_golden, tiny_weights
 from fuel_core.testing.registry import MANIFEST, Check, checks, require
 from fuel_core.testing.runner import Unit, run_checks, run_unit, units
+from fuel_core.testing.structure import projection_biases
 from fuel_core.testing.toy import CONFORMANCE
 from fuel_core.testing.workspace import Workspace
 
@@ -261,6 +263,91 @@ def test_sabotage_catches_what_touches_the_family_and_says_what_does_not() -> No
 
 
 @pytest.mark.parametrize("own", [False, True])
+def test_a_bias_is_one_whatever_its_module_is_called(own: bool) -> None:
+    """The toy without biases of its own, and a head that adds one: no name ends in "proj"."""
+    from fuel_core import layers
+
+    class OwnLinear(nn.Module):
+        def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    class Biased(toy.ToyBackbone):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.lm_head = (OwnLinear if own else layers.Linear)(config.hidden_size, config.vocab_size, bias=True)
+
+    def reference(c: Any, weights: Any, ids: Any) -> torch.Tensor:
+        return toy.reference(c, weights, ids) + weights["lm_head.bias"].double()
+
+    plain = {**CONFORMANCE.configs["plain"], "attention_bias": False}
+    made = declared(
+        family=dataclasses.replace(toy.FAMILY, build=Biased),
+        configs={"plain": plain},
+        oracle=reference_oracle(reference),
+        capabilities={"rope", "grouped_heads", "bias"},
+    )
+    found = run_checks(made, only=["contract.capabilities_are_true", "correctness.fresh_steps"])
+    assert [r.outcome for r in found] == ["passed", "passed"], found
+    (outcome,) = sabotage(Workspace(made), only=["bias-dropped"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
+
+
+def test_norms_and_embeddings_have_no_projections_bias() -> None:
+    from fuel_core import layers
+
+    model = nn.ModuleDict({"norm_proj": layers.LayerNorm(8, 1e-5), "embed_proj": nn.Embedding(4, 8)})
+    model["embed_proj"].register_parameter("bias", nn.Parameter(torch.zeros(8)))
+    assert projection_biases(model) == []
+    model["dense"] = layers.Linear(8, 8, bias=True)
+    model["o"] = layers.Linear(8, 8)
+    assert [name for name, _ in projection_biases(model)] == ["dense.bias"]
+
+
+def test_a_key_bias_without_rotation_is_told_by_what_it_does() -> None:
+    """Softmax does not see what all keys share: it is no forgotten weight, whatever the module is called."""
+    from fuel_core import layers
+
+    class Attention(toy.ToyAttention):
+        def __init__(self, c: Any) -> None:
+            super().__init__(c)
+            self.keys = self.k_proj
+            del self.k_proj
+
+        def heads(self, x: torch.Tensor) -> Any:
+            rows = (p(x).view(*x.shape[:2], -1, self.head_dim) for p in (self.q_proj, self.keys, self.v_proj))
+            return tuple(row.transpose(1, 2) for row in rows)
+
+        def forward(self, x: torch.Tensor, inputs: Any) -> torch.Tensor:
+            q, k, v = self.heads(x)
+            layers.write_state(inputs, "k", k)
+            layers.write_state(inputs, "v", v)
+            return self.o_proj(layers.attend(inputs, q * 0.0, self.head_dim**-0.5))
+
+    class Layer(toy.ToyLayer):
+        def __init__(self, c: Any, layer_idx: int) -> None:
+            super().__init__(c, layer_idx)
+            self.self_attn = Attention(c)
+
+    class Model(toy.ToyModel):
+        layer_class = Layer
+
+    class Backbone(toy.ToyBackbone):
+        model_class = Model
+
+    plain = {"plain": CONFORMANCE.configs["plain"]}
+    made = declared(family=dataclasses.replace(toy.FAMILY, build=Backbone), configs=plain)
+    (found,) = run_checks(made, only=["contract.every_weight_reaches_the_logits"])
+    # Scores that are all zero see neither queries nor the key's matrix; the key's bias is not among them.
+    assert "9 weights change nothing" in found.detail, found.detail
+    assert "keys.bias" not in found.detail
+
+
+@pytest.mark.parametrize("own", [False, True])
 def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from fuel_core import layers
 
@@ -272,6 +359,50 @@ def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, mo
         monkeypatch.setattr(toy, "layers", SimpleNamespace(**{**vars(layers), "RMSNorm": OwnNorm}))
     configs = {"plain": {**CONFORMANCE.configs["plain"], "rms_norm_eps": 1e-3}}
     (outcome,) = sabotage(Workspace(declared(configs=configs)), only=["norm-eps"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sabotage_of_the_epsilon_reaches_a_layer_norm(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core import layers
+
+    class OwnNorm(layers.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(toy.ToyConfig):
+        layer_norm_epsilon: float
+
+    def resolve(raw: RawConfig) -> Any:
+        spec = toy.resolve_config(raw)
+        values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)} | {"rms_norm_eps": None}
+        return Config(**values, layer_norm_epsilon=raw["layer_norm_epsilon"])
+
+    class Backbone(toy.ToyBackbone):
+        def __init__(self, config: Any) -> None:
+            super().__init__(dataclasses.replace(config, rms_norm_eps=1e-6))
+            self.config = config
+            self.model.norm = (OwnNorm if own else layers.LayerNorm)(config.hidden_size, config.layer_norm_epsilon)
+
+    def reference(c: Any, weights: Any, ids: Any) -> torch.Tensor:
+        def norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+            if gain is not final:
+                return plain(x, gain, 1e-6)
+            return nn.functional.layer_norm(x, x.shape[-1:], gain, bias, c.layer_norm_epsilon)
+
+        weights = {name: tensor.double() for name, tensor in weights.items()}
+        final, bias = weights["model.norm.weight"], weights["model.norm.bias"]
+        plain = toy._norm
+        with monkeypatch.context() as patched:
+            patched.setattr(toy, "_norm", norm)
+            return toy.reference(c, weights, ids)
+
+    config = {**CONFORMANCE.configs["plain"], "layer_norm_epsilon": 1e-2}
+    family = dataclasses.replace(toy.FAMILY, resolve_config=resolve, build=Backbone)
+    made = declared(family=family, configs={"plain": config}, oracle=reference_oracle(reference))
+    assert [r.outcome for r in run_checks(made, only=["correctness.fresh_steps"])] == ["passed"]
+    (outcome,) = sabotage(Workspace(made), only=["norm-eps"])
     assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
 
 
@@ -401,6 +532,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 AUTHOR = """
 import dataclasses
+from fuel_core.testing.structure import projection_biases
 from fuel_core.testing.toy import CONFORMANCE
 
 conformance = dataclasses.replace(CONFORMANCE, configs={"plain": CONFORMANCE.configs["plain"]}, expected_failures={
