@@ -22,6 +22,7 @@ from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, referenc
 from fuel_core.testing.checks.contract import respelled
 from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
 from fuel_core.testing.checks.hygiene import private_imports
+from fuel_core.testing.checks.identity import variants
 from fuel_core.testing.locate import declaration_of
 from fuel_core.testing.mutations import sabotage
 from fuel_core.testing.oracles import record_golden, tiny_weights
@@ -422,6 +423,82 @@ def test_sabotage_that_no_check_sees_survives(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mutations, "units", lambda declaration, only: units(declaration, only=["contract.dims_agree"]))
     (outcome,) = sabotage(Workspace(CONFORMANCE))
     assert outcome.outcome == "survived"
+
+
+# -- values of a field ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capped(toy.ToyConfig):
+    """The toy whose soft cap is a word."""
+
+    cap: str = "none"
+
+
+def _capped(raw: RawConfig) -> Any:
+    spec = toy.resolve_config(raw)
+    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    cap = raw.get("cap", "none")
+    return Capped(**{**values, "cap": cap, "attn_logit_softcapping": {"none": None, "soft": 2.5}[cap]})
+
+
+class CappedBackbone(toy.ToyBackbone):
+    """Reads the word, as a family reads the name of its activation."""
+
+    bound: frozenset[str] = frozenset()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(dataclasses.replace(config, attn_logit_softcapping={"none": None, "soft": 2.5}[config.cap]))
+        self.config = config
+
+    def decode_config(self) -> Any:
+        return dataclasses.replace(self.config, attn_logit_softcapping=None)
+
+    def decode_bound_fields(self) -> frozenset[str]:
+        return frozenset({"rope"}) | self.bound
+
+
+def capped(bound: frozenset[str] = frozenset()) -> Conformance:
+    backbone = type("CappedBackbone", (CappedBackbone,), {"bound": bound})
+    plain = CONFORMANCE.configs["plain"]
+    return declared(
+        family=dataclasses.replace(toy.FAMILY, resolve_config=_capped, build=backbone),
+        configs={"plain": plain, "soft": {**plain, "cap": "soft"}},
+        capabilities={"rope", "grouped_heads", "bias"},
+    )
+
+
+def test_a_word_takes_its_other_values_from_the_other_configs() -> None:
+    workspace = Workspace(capped())
+    base, others = variants(workspace.case("plain"))
+    (other,) = (one for one in others if one.field == "cap")
+    assert other.log != base.log
+    (outcome,) = sabotage(workspace, only=["key:cap"])
+    assert (outcome.outcome, outcome.by) == ("caught", "identity.fields_that_decide_ops_are_keyed[plain]")
+
+
+def test_a_word_that_is_wrongly_listed_as_bound_is_found_out() -> None:
+    wrong = capped(frozenset({"cap"}))
+    (shown,) = run_checks(wrong, only=["identity.bound_fields_are_shown"])
+    assert shown.outcome == "passed", shown.detail
+    found = run_checks(wrong, only=["identity.bound_fields_are_followed", "identity.fields_that_decide_ops_are_keyed"])
+    assert {r.outcome for r in found} == {"failed"}
+    assert any("cap changes the ops of a step and not the shape key" in r.detail for r in found)
+
+
+def test_a_bound_word_that_no_other_config_has_is_not_shown() -> None:
+    wrong = capped(frozenset({"cap"}))
+    alone = dataclasses.replace(wrong, configs={"plain": wrong.configs["plain"]})
+    (shown,) = run_checks(alone, only=["identity.bound_fields_are_shown"])
+    assert "no config shows cap" in shown.detail
+
+
+def test_queries_as_wide_as_the_hidden_state_say_what_to_do_where_they_can_be_nothing_else() -> None:
+    configs = {"plain": {**CONFORMANCE.configs["plain"], "head_dim": 24}}
+    (found,) = run_checks(declared(configs=configs), only=["contract.fixtures_can_see"])
+    assert "give one another head_dim" in found.detail
+    assert "expected_failures" in found.detail
+    assert "docs/recipes.md" in found.detail
 
 
 # -- hygiene ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -453,6 +453,11 @@ class _SabotagedWorkspace(Workspace):
         super().__init__(declaration)
         self.mutation = mutation
         self.clean = clean
+
+    @property
+    def declared_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Of the whole declaration: values come from configs that the mutation does not apply to as well."""
+        return self.clean.declared_configs
 
     def case(self, name: str) -> Case:
         if name not in self._cases:
