@@ -580,6 +580,51 @@ def test_check_refuses_in_one_line(arguments: list[str], said: str, capsys: pyte
     assert (shown.err.count("\n"), shown.out) == (1, "")
 
 
+def test_a_family_that_is_not_installed_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "My-Zebra"]) == 2
+    said = capsys.readouterr().err
+    assert "found 'My-Zebra'; install its package (pip install -e ./fuel-my-zebra)" in said
+    assert "or give the declaration's file or module:NAME" in said
+    assert cli.main(["check", "no such; thing"]) == 2
+    assert "install its package, or give" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["my_zebra", "my-zebra", "fuel-my-zebra", "My-Zebra"])
+def test_a_family_is_found_under_every_name_that_new_family_takes(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib_metadata
+
+    point = importlib_metadata.EntryPoint("my_zebra", TOY, "fuel_core.conformance")
+    monkeypatch.setattr(importlib_metadata, "entry_points", lambda group: [point])
+    assert declaration_of(asked) is CONFORMANCE
+
+
+def test_check_closes_with_what_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "contract.dims_agree", "--only", "hygiene"]
+    assert cli.main(["check", TOY, *only]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "toy: 4 checks passed, 2 skipped"
+    file = tmp_path / "known.py"
+    file.write_text(
+        "import dataclasses\nfrom fuel_core.testing.negative_controls import CONTROLS\n"
+        "wrong = next(c for c in CONTROLS if c.name == 'hidden-misreported').declaration()\n"
+        "conformance = dataclasses.replace(wrong, expected_failures={'contract.dims_agree': 'as it is'})\n"
+    )
+    assert cli.main(["check", str(file), "--only", "contract.dims_agree", "--only", "contract.family_record"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "toy: 1 check passed, 3 expected failures"
+
+
+def test_check_closes_with_what_was_caught(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fuel_core.testing import mutations
+
+    found = [
+        mutations.Outcome("one", "a", "caught", "contract.dims_agree[plain]", ""),
+        mutations.Outcome("two", "b", "does not apply", "", "no config has it"),
+    ]
+    monkeypatch.setattr(mutations, "sabotage", lambda workspace, report: found)
+    assert cli.main(["check", TOY, "--only", "contract.family_record", "--sabotage"]) == 0
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert closing == "toy: 1 check passed; 1 defect caught, 1 does not apply"
+
+
 @pytest.mark.parametrize("found", [None, 5, "zebra"])
 def test_what_is_no_declaration_is_refused(found: Any) -> None:
     with pytest.raises(ConformanceError, match=rf"a Conformance expected, found {found!r}; pass the declaration"):
