@@ -14,19 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from fuel_core import cli
-from fuel_core.errors import ConformanceError
+from fuel_core import RawConfig, cli
+from fuel_core.errors import ConfigError, ConformanceError
 from fuel_core.plan_backends.compiled import builds_allowed
-from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, registry, runner, toy
+from fuel_core.testing import CAPABILITIES, Conformance, golden_oracle, reference_oracle, registry, runner, toy
 from fuel_core.testing.checks.contract import respelled
 from fuel_core.testing.checks.correctness import FORMAT_BOUNDS
 from fuel_core.testing.checks.hygiene import private_imports
+from fuel_core.testing.checks.identity import variants
 from fuel_core.testing.locate import declaration_of
 from fuel_core.testing.mutations import sabotage
 from fuel_core.testing.oracles import record_golden, tiny_weights
 from fuel_core.testing.registry import MANIFEST, Check, checks, require
 from fuel_core.testing.runner import Unit, run_checks, run_unit, units
+from fuel_core.testing.structure import projection_biases
 from fuel_core.testing.toy import CONFORMANCE
 from fuel_core.testing.workspace import Workspace
 
@@ -178,6 +181,34 @@ def test_other_spelling_of_a_config_is_the_other_one_and_back() -> None:
     assert respelled({"hidden_size": 96}) is None
 
 
+def test_a_spelling_that_the_oracle_renames_is_tested_as_it_is_declared() -> None:
+    from fuel_core.testing.negative_controls import CONTROLS
+
+    ignored = next(c for c in CONTROLS if c.name == "declared-spelling").declaration(whole=False)
+    only = ["contract.config_spellings_agree"]
+    (found,) = run_checks(ignored, only=only)
+    assert (found.outcome, found.detail) == (
+        "failed",
+        "plain: the config as declared and as the oracle wrote it differ in rms_norm_eps (1e-06 and 0.001)",
+    )
+
+    def both(raw: RawConfig) -> Any:
+        old = raw.get("layer_norm_epsilon")
+        return toy.resolve_config(raw if old is None else raw.with_values({"rms_norm_eps": old}, "layer_norm_epsilon"))
+
+    right = dataclasses.replace(ignored, family=dataclasses.replace(toy.FAMILY, resolve_config=both))
+    assert [r.outcome for r in run_checks(right, only=only)] == ["passed"]
+
+    def none(raw: RawConfig) -> Any:
+        if "layer_norm_epsilon" in raw:
+            raise ConfigError("layer_norm_epsilon: expected no such key, found one; leave it out")
+        return toy.resolve_config(raw)
+
+    refused = dataclasses.replace(ignored, family=dataclasses.replace(toy.FAMILY, resolve_config=none))
+    (found,) = run_checks(refused, only=only)
+    assert found.detail.startswith("plain: the config is refused as it is declared, and read as the oracle wrote it")
+
+
 def test_weights_are_a_function_of_name_shape_and_seed() -> None:
     shapes = {"model.norm.weight": (96,), "model.layers.0.q_proj.bias": (80,), "lm_head.weight": (67, 96)}
     one, same, other = tiny_weights(shapes, 0), tiny_weights(shapes, 0), tiny_weights(shapes, 1)
@@ -234,6 +265,91 @@ def test_sabotage_catches_what_touches_the_family_and_says_what_does_not() -> No
 
 
 @pytest.mark.parametrize("own", [False, True])
+def test_a_bias_is_one_whatever_its_module_is_called(own: bool) -> None:
+    """The toy without biases of its own, and a head that adds one: no name ends in "proj"."""
+    from fuel_core import layers
+
+    class OwnLinear(nn.Module):
+        def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(outputs, inputs), requires_grad=False)
+            self.bias = nn.Parameter(torch.empty(outputs), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x, self.weight, self.bias)
+
+    class Biased(toy.ToyBackbone):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.lm_head = (OwnLinear if own else layers.Linear)(config.hidden_size, config.vocab_size, bias=True)
+
+    def reference(c: Any, weights: Any, ids: Any) -> torch.Tensor:
+        return toy.reference(c, weights, ids) + weights["lm_head.bias"].double()
+
+    plain = {**CONFORMANCE.configs["plain"], "attention_bias": False}
+    made = declared(
+        family=dataclasses.replace(toy.FAMILY, build=Biased),
+        configs={"plain": plain},
+        oracle=reference_oracle(reference),
+        capabilities={"rope", "grouped_heads", "bias"},
+    )
+    found = run_checks(made, only=["contract.capabilities_are_true", "correctness.fresh_steps"])
+    assert [r.outcome for r in found] == ["passed", "passed"], found
+    (outcome,) = sabotage(Workspace(made), only=["bias-dropped"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
+
+
+def test_norms_and_embeddings_have_no_projections_bias() -> None:
+    from fuel_core import layers
+
+    model = nn.ModuleDict({"norm_proj": layers.LayerNorm(8, 1e-5), "embed_proj": nn.Embedding(4, 8)})
+    model["embed_proj"].register_parameter("bias", nn.Parameter(torch.zeros(8)))
+    assert projection_biases(model) == []
+    model["dense"] = layers.Linear(8, 8, bias=True)
+    model["o"] = layers.Linear(8, 8)
+    assert [name for name, _ in projection_biases(model)] == ["dense.bias"]
+
+
+def test_a_key_bias_without_rotation_is_told_by_what_it_does() -> None:
+    """Softmax does not see what all keys share: it is no forgotten weight, whatever the module is called."""
+    from fuel_core import layers
+
+    class Attention(toy.ToyAttention):
+        def __init__(self, c: Any) -> None:
+            super().__init__(c)
+            self.keys = self.k_proj
+            del self.k_proj
+
+        def heads(self, x: torch.Tensor) -> Any:
+            rows = (p(x).view(*x.shape[:2], -1, self.head_dim) for p in (self.q_proj, self.keys, self.v_proj))
+            return tuple(row.transpose(1, 2) for row in rows)
+
+        def forward(self, x: torch.Tensor, inputs: Any) -> torch.Tensor:
+            q, k, v = self.heads(x)
+            layers.write_state(inputs, "k", k)
+            layers.write_state(inputs, "v", v)
+            return self.o_proj(layers.attend(inputs, q * 0.0, self.head_dim**-0.5))
+
+    class Layer(toy.ToyLayer):
+        def __init__(self, c: Any, layer_idx: int) -> None:
+            super().__init__(c, layer_idx)
+            self.self_attn = Attention(c)
+
+    class Model(toy.ToyModel):
+        layer_class = Layer
+
+    class Backbone(toy.ToyBackbone):
+        model_class = Model
+
+    plain = {"plain": CONFORMANCE.configs["plain"]}
+    made = declared(family=dataclasses.replace(toy.FAMILY, build=Backbone), configs=plain)
+    (found,) = run_checks(made, only=["contract.every_weight_reaches_the_logits"])
+    # Scores that are all zero see neither queries nor the key's matrix; the key's bias is not among them.
+    assert "9 weights change nothing" in found.detail, found.detail
+    assert "keys.bias" not in found.detail
+
+
+@pytest.mark.parametrize("own", [False, True])
 def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from fuel_core import layers
 
@@ -245,6 +361,50 @@ def test_sabotage_of_the_epsilon_reaches_a_norm_of_the_familys_own(own: bool, mo
         monkeypatch.setattr(toy, "layers", SimpleNamespace(**{**vars(layers), "RMSNorm": OwnNorm}))
     configs = {"plain": {**CONFORMANCE.configs["plain"], "rms_norm_eps": 1e-3}}
     (outcome,) = sabotage(Workspace(declared(configs=configs)), only=["norm-eps"])
+    assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_sabotage_of_the_epsilon_reaches_a_layer_norm(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fuel_core import layers
+
+    class OwnNorm(layers.LayerNorm):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.eps)
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Config(toy.ToyConfig):
+        layer_norm_epsilon: float
+
+    def resolve(raw: RawConfig) -> Any:
+        spec = toy.resolve_config(raw)
+        values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)} | {"rms_norm_eps": None}
+        return Config(**values, layer_norm_epsilon=raw["layer_norm_epsilon"])
+
+    class Backbone(toy.ToyBackbone):
+        def __init__(self, config: Any) -> None:
+            super().__init__(dataclasses.replace(config, rms_norm_eps=1e-6))
+            self.config = config
+            self.model.norm = (OwnNorm if own else layers.LayerNorm)(config.hidden_size, config.layer_norm_epsilon)
+
+    def reference(c: Any, weights: Any, ids: Any) -> torch.Tensor:
+        def norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+            if gain is not final:
+                return plain(x, gain, 1e-6)
+            return nn.functional.layer_norm(x, x.shape[-1:], gain, bias, c.layer_norm_epsilon)
+
+        weights = {name: tensor.double() for name, tensor in weights.items()}
+        final, bias = weights["model.norm.weight"], weights["model.norm.bias"]
+        plain = toy._norm
+        with monkeypatch.context() as patched:
+            patched.setattr(toy, "_norm", norm)
+            return toy.reference(c, weights, ids)
+
+    config = {**CONFORMANCE.configs["plain"], "layer_norm_epsilon": 1e-2}
+    family = dataclasses.replace(toy.FAMILY, resolve_config=resolve, build=Backbone)
+    made = declared(family=family, configs={"plain": config}, oracle=reference_oracle(reference))
+    assert [r.outcome for r in run_checks(made, only=["correctness.fresh_steps"])] == ["passed"]
+    (outcome,) = sabotage(Workspace(made), only=["norm-eps"])
     assert (outcome.outcome, outcome.by) == ("caught", "correctness.fresh_steps[plain]")
 
 
@@ -264,6 +424,82 @@ def test_sabotage_that_no_check_sees_survives(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(mutations, "units", lambda declaration, only: units(declaration, only=["contract.dims_agree"]))
     (outcome,) = sabotage(Workspace(CONFORMANCE))
     assert outcome.outcome == "survived"
+
+
+# -- values of a field ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capped(toy.ToyConfig):
+    """The toy whose soft cap is a word."""
+
+    cap: str = "none"
+
+
+def _capped(raw: RawConfig) -> Any:
+    spec = toy.resolve_config(raw)
+    values = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    cap = raw.get("cap", "none")
+    return Capped(**{**values, "cap": cap, "attn_logit_softcapping": {"none": None, "soft": 2.5}[cap]})
+
+
+class CappedBackbone(toy.ToyBackbone):
+    """Reads the word, as a family reads the name of its activation."""
+
+    bound: frozenset[str] = frozenset()
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(dataclasses.replace(config, attn_logit_softcapping={"none": None, "soft": 2.5}[config.cap]))
+        self.config = config
+
+    def decode_config(self) -> Any:
+        return dataclasses.replace(self.config, attn_logit_softcapping=None)
+
+    def decode_bound_fields(self) -> frozenset[str]:
+        return frozenset({"rope"}) | self.bound
+
+
+def capped(bound: frozenset[str] = frozenset()) -> Conformance:
+    backbone = type("CappedBackbone", (CappedBackbone,), {"bound": bound})
+    plain = CONFORMANCE.configs["plain"]
+    return declared(
+        family=dataclasses.replace(toy.FAMILY, resolve_config=_capped, build=backbone),
+        configs={"plain": plain, "soft": {**plain, "cap": "soft"}},
+        capabilities={"rope", "grouped_heads", "bias"},
+    )
+
+
+def test_a_word_takes_its_other_values_from_the_other_configs() -> None:
+    workspace = Workspace(capped())
+    base, others = variants(workspace.case("plain"))
+    (other,) = (one for one in others if one.field == "cap")
+    assert other.log != base.log
+    (outcome,) = sabotage(workspace, only=["key:cap"])
+    assert (outcome.outcome, outcome.by) == ("caught", "identity.fields_that_decide_ops_are_keyed[plain]")
+
+
+def test_a_word_that_is_wrongly_listed_as_bound_is_found_out() -> None:
+    wrong = capped(frozenset({"cap"}))
+    (shown,) = run_checks(wrong, only=["identity.bound_fields_are_shown"])
+    assert shown.outcome == "passed", shown.detail
+    found = run_checks(wrong, only=["identity.bound_fields_are_followed", "identity.fields_that_decide_ops_are_keyed"])
+    assert {r.outcome for r in found} == {"failed"}
+    assert any("cap changes the ops of a step and not the shape key" in r.detail for r in found)
+
+
+def test_a_bound_word_that_no_other_config_has_is_not_shown() -> None:
+    wrong = capped(frozenset({"cap"}))
+    alone = dataclasses.replace(wrong, configs={"plain": wrong.configs["plain"]})
+    (shown,) = run_checks(alone, only=["identity.bound_fields_are_shown"])
+    assert "no config shows cap" in shown.detail
+
+
+def test_queries_as_wide_as_the_hidden_state_say_what_to_do_where_they_can_be_nothing_else() -> None:
+    configs = {"plain": {**CONFORMANCE.configs["plain"], "head_dim": 24}}
+    (found,) = run_checks(declared(configs=configs), only=["contract.fixtures_can_see"])
+    assert "give one another head_dim" in found.detail
+    assert "expected_failures" in found.detail
+    assert "docs/recipes.md" in found.detail
 
 
 # -- hygiene ----------------------------------------------------------------------------------------------------------
@@ -359,6 +595,51 @@ def test_checks_start_no_builds_of_native_code(monkeypatch: pytest.MonkeyPatch) 
     assert builds_allowed()
 
 
+def test_a_family_that_is_not_installed_says_how_to_install_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "My-Zebra"]) == 2
+    said = capsys.readouterr().err
+    assert "found 'My-Zebra'; install its package (pip install -e ./fuel-my-zebra)" in said
+    assert "or give the declaration's file or module:NAME" in said
+    assert cli.main(["check", "no such; thing"]) == 2
+    assert "install its package, or give" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("asked", ["my_zebra", "my-zebra", "fuel-my-zebra", "My-Zebra"])
+def test_a_family_is_found_under_every_name_that_new_family_takes(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib_metadata
+
+    point = importlib_metadata.EntryPoint("my_zebra", TOY, "fuel_core.conformance")
+    monkeypatch.setattr(importlib_metadata, "entry_points", lambda group: [point])
+    assert declaration_of(asked) is CONFORMANCE
+
+
+def test_check_closes_with_what_passed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "contract.dims_agree", "--only", "hygiene"]
+    assert cli.main(["check", TOY, *only]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "toy: 4 checks passed, 2 skipped"
+    file = tmp_path / "known.py"
+    file.write_text(
+        "import dataclasses\nfrom fuel_core.testing.negative_controls import CONTROLS\n"
+        "wrong = next(c for c in CONTROLS if c.name == 'hidden-misreported').declaration()\n"
+        "conformance = dataclasses.replace(wrong, expected_failures={'contract.dims_agree': 'as it is'})\n"
+    )
+    assert cli.main(["check", str(file), "--only", "contract.dims_agree", "--only", "contract.family_record"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "toy: 1 check passed, 3 expected failures"
+
+
+def test_check_closes_with_what_was_caught(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from fuel_core.testing import mutations
+
+    found = [
+        mutations.Outcome("one", "a", "caught", "contract.dims_agree[plain]", ""),
+        mutations.Outcome("two", "b", "does not apply", "", "no config has it"),
+    ]
+    monkeypatch.setattr(mutations, "sabotage", lambda workspace, report: found)
+    assert cli.main(["check", TOY, "--only", "contract.family_record", "--sabotage"]) == 0
+    closing = capsys.readouterr().out.splitlines()[-1]
+    assert closing == "toy: 1 check passed; 1 defect caught, 1 does not apply"
+
+
 @pytest.mark.parametrize("found", [None, 5, "zebra"])
 def test_what_is_no_declaration_is_refused(found: Any) -> None:
     with pytest.raises(ConformanceError, match=rf"a Conformance expected, found {found!r}; pass the declaration"):
@@ -388,6 +669,7 @@ def run_pytest(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
 
 AUTHOR = """
 import dataclasses
+from fuel_core.testing.structure import projection_biases
 from fuel_core.testing.toy import CONFORMANCE
 
 conformance = dataclasses.replace(CONFORMANCE, configs={"plain": CONFORMANCE.configs["plain"]}, expected_failures={

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,30 @@ def test_workflow_runs_the_checks_on_both_ends_of_the_range(tmp_path: Path) -> N
         ["bash", "-e", "-c", finding + 'echo "$oldest"'], cwd=path, capture_output=True, text=True, check=True
     )
     assert shown.stdout.strip() == fuel_core.__version__
+
+
+def test_editable_install_needs_no_other_package(tmp_path: Path) -> None:
+    """`pip install --no-build-isolation -e .` has what the environment has, and `editables` is rarely in it."""
+    path = write("zebra", tmp_path)
+    asked = (
+        "import sys; sys.modules['editables'] = None; from hatchling import build; "
+        "print(build.build_editable(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", asked, str(tmp_path)]
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(tmp_path / done.stdout.strip()) as archive:
+        (pth,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        assert archive.read(pth).decode().strip() == str(path.resolve())
+
+
+def test_gguf_entry_point_in_the_comment_can_be_taken_in(tmp_path: Path) -> None:
+    text = (write("zebra", tmp_path) / "pyproject.toml").read_text()
+    comment = text[text.index("# general.architecture") : text.index("# Where `fuel check")]
+    assert "which need not be the model_type" in comment
+    lines = [line.removeprefix("# ") for line in comment.splitlines() if line.startswith(("# [", "# zebra"))]
+    points = tomllib.loads("\n".join(lines))["project"]["entry-points"]
+    assert points == {"fuel_core.gguf_architectures": {"zebra": "fuel_zebra"}}
 
 
 def test_model_type_may_be_another_than_the_name(tmp_path: Path) -> None:

@@ -77,6 +77,27 @@ def check(
         told += [f"{len(survivors)} defects survived: {', '.join(o.name for o in survivors)}"] if survivors else []
         note(f"fuel: {workspace.family.name}: {'; '.join(told)}")
         raise typer.Exit(2)
+    if not json:
+        print(f"{workspace.family.name}: {_passed(results, outcomes)}")
+
+
+def _passed(results: Sequence[Result], outcomes: Sequence[Outcome]) -> str:
+    """What there is to say where nothing failed: ``93 checks passed, 2 skipped, 1 expected failure``."""
+    counts = Counter(result.outcome for result in results)
+    told = [f"{_number(counts['passed'], 'check')} passed"]
+    told += [f"{counts['skipped']} skipped"] if counts["skipped"] else []
+    told += [_number(counts["xfailed"], "expected failure")] if counts["xfailed"] else []
+    if not outcomes:
+        return ", ".join(told)
+    caught = Counter(outcome.outcome for outcome in outcomes)
+    defects = [f"{_number(caught['caught'], 'defect')} caught"]
+    without = caught["does not apply"]
+    defects += [f"{without} {'does' if without == 1 else 'do'} not apply"] if without else []
+    return f"{', '.join(told)}; {', '.join(defects)}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def _check_of(result: Result) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fuel_core.errors import ConformanceError
 from fuel_core.testing.declaration import Conformance
+from fuel_core.testing.scaffold import plain_name
 
 __all__ = ["GROUP", "declaration_of"]
 
@@ -20,6 +21,8 @@ GROUP = "fuel_core.conformance"
 def declaration_of(family: str) -> Conformance:
     """The declaration that ``family`` stands for: a family's name, "module:NAME", or a Python file that has one.
 
+    A name is taken as new-family takes it: ``my-zebra`` is ``my_zebra``.
+
     Raises ConformanceError naming what is published.
     """
     if family.endswith(".py"):
@@ -27,11 +30,16 @@ def declaration_of(family: str) -> Conformance:
     import importlib_metadata
 
     points = {point.name: point for point in importlib_metadata.entry_points(group=GROUP)}
-    value = family if ":" in family else points[family].value if family in points else None
+    plain = plain_name(family)
+    point = points.get(family) or points.get(plain)
+    value = family if ":" in family else point.value if point is not None else None
     if value is None:
+        # The folder that new-family makes.
+        folder = f" (pip install -e ./fuel-{plain.replace('_', '-')})" if plain.isidentifier() else ""
         raise ConformanceError(
             f"check: a family with a declaration expected ({', '.join(sorted(points)) or 'none is published'}), found "
-            f"{family!r}; publish one in the entry-point group {GROUP}, or name a file that has one"
+            f"{family!r}; install its package{folder}, or give the declaration's file or module:NAME. A package "
+            f"publishes one in the entry-point group {GROUP}"
         )
     module, _, name = value.partition(":")
     try:

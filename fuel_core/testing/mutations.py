@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from fuel_core.decode_shape import ModelInstanceId, explain
 from fuel_core.mask_and_rope import MaskPlan, RopePlan, RopeVariant
 from fuel_core.testing.declaration import Conformance
 from fuel_core.testing.runner import Unit, run_unit, units
+from fuel_core.testing.structure import projection_biases
 from fuel_core.testing.workspace import Case, Workspace
 from fuel_core.token_data import DecodeLayerInputs
 
@@ -45,6 +46,8 @@ class Mutation:
     """Whether a config has what is broken."""
     built: Callable[[DecodeBackbone], None] | None = None
     loaded: Callable[[DecodeBackbone], None] | None = None
+    spec: Callable[[Any], Any] | None = None
+    """Gives the spec that is built in place of the right one."""
     patch: Callable[[list[int]], AbstractContextManager[object]] | None = None
     """Puts the defect into shared functions; adds to the list whenever one of them is called."""
 
@@ -112,34 +115,6 @@ def _function(name: str, make: Callable[[Any], Any]) -> Callable[[list[int]], Ab
     return patch
 
 
-def _method(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[list[int]], AbstractContextManager[object]]:
-    @contextlib.contextmanager
-    def patch(called: list[int]) -> Iterator[None]:
-        wrong = make(getattr(owner, name))
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            called.append(1)
-            return wrong(*args, **kwargs)
-
-        with mock.patch.object(owner, name, counted):
-            yield
-
-    return patch
-
-
-def _both(*patches: Callable[[list[int]], AbstractContextManager[object]]) -> Any:
-    """Several patches that are one defect."""
-
-    @contextlib.contextmanager
-    def patch(called: list[int]) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for one in patches:
-                stack.enter_context(one(called))
-            yield
-
-    return patch
-
-
 def _always(_: Case) -> bool:
     return True
 
@@ -165,19 +140,20 @@ def _keys_at_zero(original: Any) -> Any:
     return lambda x, cos, sin: original(x, cos[..., :1, :], sin[..., :1, :])
 
 
-def _without_bias(original: Any) -> Any:
-    return lambda x, module: module.weight_format.matmul(x, module, None)
+def _without_bias(model: DecodeBackbone) -> None:
+    with torch.no_grad():
+        for _, parameter in projection_biases(model):
+            parameter.zero_()
 
 
-def _norm_eps(original: Any) -> Any:
-    def forward(self: Any, x: Tensor) -> Any:
-        kept, self.eps = self.eps, self.eps * 0.1
-        try:
-            return original(self, x)
-        finally:
-            self.eps = kept
+def _epsilons(spec: Any) -> dict[str, float]:
+    """The epsilons of a spec by field, whatever norm they are for."""
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec) if "eps" in field.name}
+    return {name: value for name, value in values.items() if isinstance(value, float)}
 
-    return forward
+
+def _smaller_epsilons(spec: Any) -> Any:
+    return dataclasses.replace(spec, **{name: value * 0.1 for name, value in _epsilons(spec).items()})
 
 
 def _windows(change: Callable[[int | None], int | None]) -> Callable[[DecodeBackbone], None]:
@@ -332,19 +308,11 @@ def _arithmetic() -> list[Mutation]:
                  patch=_function("attend", _regrouped)),
         Mutation("swiglu-swapped", "the activation is put on the other half", steps, _always,
                  patch=_function("swiglu", lambda f: lambda x, gate, up, down: f(x, up, gate, down))),
-        Mutation("norm-eps", "a tenth of the epsilon", steps, lambda c: _eps(c) >= 1e-4,
-                 patch=_both(
-                     _method(layers.RMSNorm, "forward", _norm_eps),
-                     # Of a family whose norm is a class of its own around the function.
-                     _function("rms_norm", lambda f: lambda x, weight, eps: f(x, weight, eps * 0.1)))),
+        Mutation("norm-eps", "a tenth of an epsilon of 1e-4 or more", steps,
+                 lambda c: max(_epsilons(c.spec).values(), default=0.0) >= 1e-4, spec=_smaller_epsilons),
         Mutation("bias-dropped", "no projection adds its bias", steps,
-                 lambda c: any(n.endswith("proj.bias") for n, _ in c.shared.named_parameters()),
-                 patch=_method(sys.modules["fuel_core.layers.linear"], "linear", _without_bias)),
+                 lambda c: bool(projection_biases(c.shared)), loaded=_without_bias),
     ]  # fmt: skip
-
-
-def _eps(case: Case) -> float:
-    return float(getattr(case.spec, "rms_norm_eps", None) or 0.0)
 
 
 def _plans() -> list[Mutation]:
@@ -423,7 +391,8 @@ def _neutral(kind: str) -> Callable[[DecodeBackbone], None]:
                     if parameter.dim() > 1:
                         parameter.copy_(parameter.flip(0))
                     else:
-                        parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+                        # Gains are called weight in modules of every name.
+                        parameter.fill_(1.0 if name.endswith("weight") else 0.0)
 
     return apply
 
@@ -485,6 +454,11 @@ class _SabotagedWorkspace(Workspace):
         self.mutation = mutation
         self.clean = clean
 
+    @property
+    def declared_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Of the whole declaration: values come from configs that the mutation does not apply to as well."""
+        return self.clean.declared_configs
+
     def case(self, name: str) -> Case:
         if name not in self._cases:
             made = _SabotagedCase(self, name)
@@ -508,12 +482,13 @@ def _run_one(mutation: Mutation, workspace: Workspace, only: Sequence[str]) -> O
     if not names:
         return Outcome(mutation.name, mutation.breaks, "does not apply", "", "no config has it")
     family = workspace.family
-    if mutation.built is not None:
-        build, put_in = family.build, mutation.built
+    if mutation.built is not None or mutation.spec is not None:
+        build, put_in, change = family.build, mutation.built, mutation.spec
 
         def wrong(config: Any) -> DecodeBackbone:
-            backbone = build(config)
-            put_in(backbone)
+            backbone = build(config if change is None else change(config))
+            if put_in is not None:
+                put_in(backbone)
             return backbone
 
         family = dataclasses.replace(family, build=wrong)

@@ -26,6 +26,7 @@ from torch import Tensor
 from fuel_core import DecodeDims, DecodeLayerInputs, Family, KeyValue, MaskPlan, RawConfig, RopePlan, layers
 from fuel_core.testing import toy
 from fuel_core.testing.declaration import Conformance
+from fuel_core.testing.oracles import Logits
 from fuel_core.testing.registry import checks
 from fuel_core.testing.runner import run_checks
 from fuel_core.testing.toy import CONFORMANCE, ToyAttention, ToyBackbone, ToyConfig, ToyLayer, ToyMLP, ToyModel
@@ -422,6 +423,30 @@ def _one_spelling() -> Conformance:
         return toy.resolve_config(raw)
 
     return _with(_family(resolve=resolve))
+
+
+class _Renaming:
+    """Writes one key of a config under its other name, as a reference library does with names it has dropped."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def prepare(self, name: str, config: Mapping[str, Any], folder: Path, family: Family, seed: int) -> Logits:
+        written = {self.new if key == self.old else key: value for key, value in config.items()}
+        return CONFORMANCE.oracle.prepare(name, written, folder, family, seed)
+
+
+@_control(
+    "declared-spelling",
+    "the name that releases have for the epsilon is ignored, the reference's own is read",
+    "contract.config_spellings_agree",
+    "plain",
+)
+def _declared_spelling() -> Conformance:
+    plain = dict(CONFORMANCE.configs["plain"])
+    plain["layer_norm_epsilon"] = plain.pop("rms_norm_eps")
+    oracle = _Renaming("layer_norm_epsilon", "rms_norm_eps")
+    return _with(toy.FAMILY, configs={**CONFORMANCE.configs, "plain": plain}, oracle=oracle)
 
 
 @_control(

@@ -10,17 +10,18 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fuel_core.backbone import DecodeBackbone
 from fuel_core.kv_cache import KvCache
+from fuel_core.layers import Embedding
 from fuel_core.persistent_decode.build import bind_segments, decode_segments
 from fuel_core.plan_backends import recording as machinery
 from fuel_core.plan_backends.probe import ProbeLog, probe
 from fuel_core.plan_backends.recording import Recording
 from fuel_core.plan_backends.segments import Segment
 
-__all__ = ["RECORD_AT", "segments_of", "step_log", "trace_segments"]
+__all__ = ["RECORD_AT", "projection_biases", "segments_of", "step_log", "trace_segments"]
 
 RECORD_AT: Mapping[str, int] = {"cached_len": 91, "attended_len": 92, "window_start": 37}
 _CAPACITY = 257
@@ -59,6 +60,20 @@ def step_log(model: DecodeBackbone) -> tuple[tuple[Hashable, ...], ...]:
             for device_offset in (False, True)
             for _, _, log in _walk(model, RECORD_AT, _CAPACITY, device_offset=device_offset)
         )
+
+
+def projection_biases(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """(name, parameter) of every bias that a projection adds, whatever it is called: it stands beside a matrix.
+
+    An embedding has a matrix as well, and adds nothing; a norm's bias stands beside a gain.
+    """
+    found = []
+    for path, module in model.named_modules():
+        own = dict(module.named_parameters(path, recurse=False))
+        if isinstance(module, Embedding | nn.Embedding) or not any(p.dim() > 1 for p in own.values()):
+            continue
+        found += [(name, p) for name, p in own.items() if name.endswith("bias")]
+    return found
 
 
 @contextmanager

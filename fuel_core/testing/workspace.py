@@ -5,10 +5,11 @@ A case is cheap to ask twice: checkpoints and true logits are kept for the life 
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from fuel_core.backbone import DecodeBackbone
-from fuel_core.checkpoint import load_weights, open_checkpoint
+from fuel_core.checkpoint import RawConfig, load_weights, open_checkpoint
+from fuel_core.errors import FuelError
 from fuel_core.families import Family
 from fuel_core.kv_cache import KvCache
 from fuel_core.persistent_decode import InferenceContext, forward_decode_step
@@ -207,6 +209,20 @@ class Workspace:
     @property
     def cases(self) -> list[Case]:
         return [self.case(name) for name in self.declaration.configs]
+
+    @property
+    def declared_configs(self) -> Mapping[str, Mapping[str, Any]]:
+        """Every config that the author declared."""
+        return self.declaration.configs
+
+    @cached_property
+    def declared_specs(self) -> Mapping[str, Any]:
+        """What they resolve to; without those that are refused, which a check of their own finds."""
+        found = {}
+        for name, config in self.declared_configs.items():
+            with contextlib.suppress(FuelError, ValueError, TypeError, KeyError):
+                found[name] = self.family.resolve_config(RawConfig.from_config(config))
+        return found
 
     def close(self) -> None:
         self._cases.clear()

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 from fuel_core.cli import main
+from fuel_core.testing.runner import units
 
 import fuel_olmo
+from fuel_olmo.conformance import CONFORMANCE
 
 TUTORIAL = Path(__file__).resolve().parents[3] / "docs" / "writing-a-family.md"
 if not TUTORIAL.exists():
@@ -46,6 +48,11 @@ def test_inspect_shows_the_rows_of_the_tutorial(tmp_path: Path, capsys: pytest.C
     assert main(["inspect", str(tmp_path)]) == 0
     printed = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert all(" ".join(row.split()) in printed for row in rows.splitlines())
+
+
+def test_closing_line_of_a_check_counts_what_there_is() -> None:
+    ((passed, skipped),) = re.findall(r"^olmo: (\d+) checks passed, (\d+) skipped$", TUTORIAL.read_text("utf-8"), re.M)
+    assert int(passed) + int(skipped) == len(units(CONFORMANCE))
 
 
 def test_there_are_three_mistakes() -> None:

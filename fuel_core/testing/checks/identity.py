@@ -59,6 +59,19 @@ def candidates(value: Any) -> list[Any]:
     return []
 
 
+def _elsewhere(case: Case, name: str) -> list[Any]:
+    """Values of a field in the other declared configs: of a word, no other can be thought of."""
+    value, found = getattr(case.spec, name), []
+    for spec in case.workspace.declared_specs.values():
+        other = getattr(spec, name, None)
+        if other is None or other == value or other in found:
+            continue
+        # One value for each layer: as many as there are here.
+        if not isinstance(other, tuple | list) or (isinstance(value, type(other)) and len(other) == len(value)):
+            found.append(other)
+    return found
+
+
 @dataclass(frozen=True)
 class Variant:
     """A config that differs from the declared one in one place, built: its structure, key and plans."""
@@ -91,7 +104,9 @@ def _specs(case: Case) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(spec):
         if field.name == "sources":
             continue
-        for value in candidates(getattr(spec, field.name)):
+        # A model_type names an architecture, whose other fields would have to go with it.
+        more = [] if field.name == "model_type" else _elsewhere(case, field.name)
+        for value in (*candidates(getattr(spec, field.name)), *more):
             try:
                 yield field.name, dataclasses.replace(spec, **{field.name: value})
             except (FuelError, ValueError, TypeError):
@@ -100,7 +115,8 @@ def _specs(case: Case) -> Iterator[tuple[str, Any]]:
     for key, value in dict(case.raw).items():
         if key in names or key in ("architectures", "model_type", "transformers_version") or isinstance(value, Mapping):
             continue
-        for other in candidates(value):
+        written = (config.get(key) for config in case.workspace.declared_configs.values())
+        for other in (*candidates(value), *(v for v in written if isinstance(v, str) and v != value)):
             try:
                 yield key, case.family.resolve_config(RawConfig.from_config({**dict(case.raw), key: other}))
             except (FuelError, ValueError, TypeError, KeyError):
@@ -179,7 +195,7 @@ def _bound_values(case: Case, name: str) -> list[Any]:
         return [v for v in declared if v != value]
     if isinstance(value, int) and not isinstance(value, bool):
         return [value + 2, max(1, value - 2)] if value > 1 else [value + 2]
-    return [] if value is None else candidates(value)[:2]
+    return [] if value is None else (candidates(value) or _elsewhere(case, name))[:2]
 
 
 @check()

@@ -88,7 +88,7 @@ def names_of(asked: str, model_type: str | None = None) -> Names:
 
     Raises NewFamilyError for a name that cannot be a module, or a model_type that cannot be an entry point.
     """
-    name = _plain(asked)
+    name = plain_name(asked)
     if not _NAME.match(name) or len(name) > _LONGEST:
         raise NewFamilyError(
             f"new-family: a name of up to {_LONGEST} letters a to z, digits and single dashes expected, beginning with "
@@ -116,14 +116,15 @@ def names_of(asked: str, model_type: str | None = None) -> Names:
     return names
 
 
-def _plain(asked: str) -> str:
+def plain_name(asked: str) -> str:
+    """The family's name that is meant: ``my_zebra`` for ``My-Zebra`` and ``fuel-my-zebra``."""
     name = asked.strip().lower().replace("-", "_")
     return name.removeprefix("fuel_")
 
 
 def _suggestion(asked: str) -> str:
     """What to use instead; what keeps fewer than three characters has no near one."""
-    near = re.sub(r"[^a-z0-9]+", "_", _plain(asked)).strip("_")
+    near = re.sub(r"[^a-z0-9]+", "_", plain_name(asked)).strip("_")
     near = re.sub(r"^[0-9_]+", "", near)[:_LONGEST].rstrip("_")
     return f"use '{near.replace('_', '-')}'" if _NAME.match(near) and near[2:] else "use one such as 'zebra'"
 
