@@ -85,6 +85,15 @@ def test_key_published_under_another_name_is_read_and_named() -> None:
         ConfigReader(renamed, {}, family="toy").float("share")
 
 
+def test_contradiction_names_the_key_that_was_read_under_another_name() -> None:
+    raw = RawConfig.from_config(
+        {"rotary_emb_base": 5000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    )
+    renamed = raw.renamed({"rotary_emb_base": "rope_theta"})
+    with pytest.raises(ConfigError, match=r"rope_theta and rope_theta \(config.json: rotary_emb_base\) to agree"):
+        ConfigReader(renamed, {}, family="toy").rope()
+
+
 def test_key_published_under_two_names_must_agree() -> None:
     same = RawConfig.from_config({"n_embd": 96, "hidden_size": 96}).renamed({"n_embd": "hidden_size"})
     assert same.source("hidden_size") == "config.json"

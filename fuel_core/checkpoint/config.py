@@ -665,8 +665,9 @@ class ConfigReader:
         )
 
     def _contradiction(self, key: _Str, value: Any, other: _Str, its: Any) -> ConfigError:
+        # Another place than the first one's: a key that was read under another name, another level, a derived value.
         source = self.raw.source(other)
-        origin = f" ({source})" if source.startswith("derived: ") else ""
+        origin = "" if source in (self.raw.source(key.split(".")[0]), "not given") else f" ({source})"
         return ConfigError(
             f"{self._place(key.split('.')[0])}: expected {key} and {other}{origin} to agree, found {shown(value)} "
             f"and {shown(its)}{self._for()}; remove the one that is not meant"
