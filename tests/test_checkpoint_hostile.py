@@ -586,7 +586,7 @@ def test_file_that_is_cut_while_open_does_not_end_the_process(tmp_path: Path, fo
     assert all(file.name in line and "open the checkpoint again" in line for line in lines)
 
 
-# -- the handed repros that stand in no other file ----------------------------------------------------------------
+# -- small files that broke other readers --------------------------------------------------------------------------
 
 
 def test_config_without_a_model_type_says_so(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_listing_reads_metadata_and_imports_nothing(site: Site) -> None:
 
 
 def test_listing_a_slow_plugin_never_waits_for_it(site: Site) -> None:
-    # Handed M5: an import that takes seconds (torch, say) must not be paid for by a listing. Imports are counted,
+    # An import that takes seconds (torch, say) must not be paid for by a listing. Imports are counted,
     # not timed; were this module imported, the count would say so before the sleep.
     slow = GOOD_MODULE.format(name="slow", model_types=("slow",), gguf=()) + "\nimport time; time.sleep(5)\n"
     site.install("fuel-slow", family="slow", source=slow)
@@ -113,7 +113,6 @@ BROKEN_SOURCES = {
 
 @pytest.mark.parametrize("kind", BROKEN_SOURCES)
 def test_broken_plugin_is_a_record_and_leaves_the_others_working(site: Site, kind: str) -> None:
-    # Handed M1.
     site.install("fuel-bad", "0.3", family="bad", source=BROKEN_SOURCES[kind])
     site.install("fuel-good", family="good")
     discovery = Discovery()
@@ -134,7 +133,7 @@ def test_broken_plugin_is_a_record_and_leaves_the_others_working(site: Site, kin
 def test_load_all_skips_each_broken_plugin_with_one_warning_and_strict_raises(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Handed M1: one warning, naming distribution, version and error.
+    # One warning, naming distribution, version and error.
     monkeypatch.setenv("FUEL_FAMILIES", "bad,good")  # families installed beside the tests stay out
     site.install("fuel-bad", "0.3", family="bad", source=BROKEN_SOURCES["SystemExit"])
     site.install("fuel-good", family="good")
@@ -211,7 +210,7 @@ def test_metadata_and_code_that_disagree_are_an_error_naming_both(site: Site) ->
 
 
 def test_two_distributions_with_one_model_type_conflict_whatever_the_order_on_disk(site: Site, tmp_path: Path) -> None:
-    # Handed M3: never decided by which folder comes first.
+    # Never decided by which folder comes first.
     site.install("fuel-zebra", "1.2", family="zebra")
     site.install("acme-zebra", "0.9", family="zebra", folder=tmp_path / "second")
     for order in (1, -1):

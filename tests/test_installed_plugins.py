@@ -155,7 +155,6 @@ def _by_family(records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def test_listing_shows_every_plugin_and_imports_none(crowd: Environment, tmp_path: Path) -> None:
-    # Handed M5 and M7.
     log = tmp_path / "imports"
     shown = _by_family(crowd.families(IMPORT_LOG=str(log)))
     assert {name: record["status"] for name, record in shown.items()} == {
@@ -166,7 +165,7 @@ def test_listing_shows_every_plugin_and_imports_none(crowd: Environment, tmp_pat
 
 
 def test_loading_all_makes_each_bad_plugin_a_record_of_its_own(crowd: Environment) -> None:
-    # Handed M1. The slow one is left out by the allow-list, which is what that is for.
+    # The slow one is left out by the allow-list, which is what that is for.
     allowed = ",".join(name for name in STATUSES if name != "slow")
     shown = _by_family(crowd.families("--load", FUEL_FAMILIES=allowed))
     assert shown.pop("slow")["status"] == "disabled"
@@ -189,7 +188,7 @@ def test_listing_as_a_table_names_status_and_reason_of_each(crowd: Environment) 
 
 
 def test_model_runs_among_every_kind_of_bad_plugin(crowd: Environment, tmp_path: Path) -> None:
-    # Handed M1: what is broken is not on this model's way, so nothing is said of it.
+    # What is broken is not on this model's way, so nothing is said of it.
     checkpoint = str(write_toy_checkpoint(tmp_path / "toy"))
     done = crowd.fuel("generate", checkpoint, "w1 w2", "-n", "4", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -261,7 +260,7 @@ def test_violated_requirement_warns_once_and_decides_nothing(crowd: Environment)
 
 
 def test_strict_setting_raises_where_a_warning_would_stand(crowd: Environment) -> None:
-    # Handed M1: a strict mode raises.
+    # A strict mode raises.
     done = crowd.run("-c", ASK, "needs", "good", FUEL_STRICT="1")
     needs, fine = done.stdout.splitlines()
     assert needs.startswith("needs FamilyBrokenError acme-needs 1.0 requires ")
@@ -324,7 +323,6 @@ def test_spawned_workers_see_what_their_parent_sees(crowd: Environment, tmp_path
 def test_two_packages_for_one_name_are_an_error_whatever_the_order_of_installation(
     rivals: Environment, wheels: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    # Handed M3.
     names = ["acme_zebra-0.9-py3-none-any.whl", "fuel_zebra-1.2-py3-none-any.whl"]
     other = Environment.create(tmp_path_factory.mktemp("rivals-reversed"), wheels, names)
     said = [environment.run("-c", ASK, "zebra").stdout for environment in (rivals, other)]
