@@ -12,6 +12,7 @@ from checkpoint_writers import TINY, reader, resolve
 
 from fuel_core.checkpoint import ConfigReader, DecoderConfig, RawConfig
 from fuel_core.errors import ConfigError, UnsupportedCheckpointError
+from fuel_core.testing.hostile import keys_read
 
 
 @pytest.mark.parametrize(
@@ -92,6 +93,16 @@ def test_contradiction_names_the_key_that_was_read_under_another_name() -> None:
     renamed = raw.renamed({"rotary_emb_base": "rope_theta"})
     with pytest.raises(ConfigError, match=r"rope_theta and rope_theta \(config.json: rotary_emb_base\) to agree"):
         ConfigReader(renamed, {}, family="toy").rope()
+
+
+def test_keys_that_are_read_after_a_renaming_are_watched_too() -> None:
+    """Else the kit would give hostile values to none of them."""
+    raw = RawConfig.from_config({"n_embd": 96, "vocab_size": 7})
+    assert keys_read(lambda raw: raw.renamed({"n_embd": "hidden_size"})["vocab_size"], raw) == [
+        "hidden_size",
+        "n_embd",
+        "vocab_size",
+    ]
 
 
 def test_key_published_under_two_names_must_agree() -> None:

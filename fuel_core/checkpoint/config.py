@@ -140,25 +140,19 @@ class RawConfig(Mapping[str, Any]):
         names the key it was read from. A null counts as absent. Raises ConfigError where two values stand under the two
         names.
         """
-        values, sources = dict(self._values), dict(self._sources)
+        found: RawConfig = self
         for published, usual in names.items():
-            value, there = self.get(published), self.get(usual)
+            value, there = found.get(published), found.get(usual)
             if value is None:
                 continue
             if there is not None and there != value:
                 raise ConfigError(
-                    f"{self.source(published)}: expected {published!r} and {usual!r} to agree, found {shown(value)} "
+                    f"{found.source(published)}: expected {published!r} and {usual!r} to agree, found {shown(value)} "
                     f"and {shown(there)}; correct one of them"
                 )
             if there is None:
-                values[usual], sources[usual] = value, f"{self.source(published)}: {published}"
-        return RawConfig(
-            values,
-            sources,
-            format=self.format,
-            gguf_architecture=self.gguf_architecture,
-            nested_model_type=self.nested_model_type,
-        )
+                found = found.with_values({usual: value}, f"{found.source(published)}: {published}")
+        return found
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
