@@ -65,6 +65,7 @@ def test_biases_of_separate_and_of_fused_projections_are_seen(stored: str, tmp_p
     raw = open_checkpoint(biased).raw
     assert raw["attention_bias"] is True
     assert raw.source("attention_bias") == f"gguf: {stored} present"
+    assert (plain.raw["fused_qkv"], plain.raw.source("fused_qkv")) == (False, "gguf: blk.0.attn_qkv.weight absent")
 
 
 def test_head_width_is_the_key_length_else_the_quotient(tmp_path: Path) -> None:

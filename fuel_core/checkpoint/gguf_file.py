@@ -455,6 +455,8 @@ def _raw_config(ck: GgufCheckpoint, architecture: str) -> RawConfig:
         for key, fits in _BIASES.items():
             biases = [stored for stored in fits if stored in header.tensors]
             put(key, bool(biases), f"gguf: {biases[0]} present" if biases else f"gguf: {' and '.join(fits)} absent")
+        fused = "blk.0.attn_qkv.weight" in header.tensors
+        put("fused_qkv", fused, f"gguf: blk.0.attn_qkv.weight {'present' if fused else 'absent'}")
         dtype = _loaded_dtype(header)
         if dtype is not None:
             put("dtype", dtype, "gguf: tensor types")

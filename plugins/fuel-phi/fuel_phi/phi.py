@@ -86,9 +86,9 @@ def resolve_config(raw: RawConfig) -> PhiConfig:
     if raw.format != "gguf":
         defaults["partial_rotary_factor"] = _ROTARY_SHARE
     reader = ConfigReader(raw, defaults, family="phi")
-    # A file without a bias of its own for q has one matrix and one bias for the three: none of this family is unbiased.
-    fused = raw.format == "gguf" and raw.get("attention_bias") is False
-    reader.note("fused_qkv", raw.source("attention_bias") if raw.format == "gguf" else "family")
+    fused = raw.format == "gguf" and reader.bool("fused_qkv", False)
+    if raw.format != "gguf":
+        reader.note("fused_qkv", "family")
     return reader.finish(
         PhiConfig,
         **reader.common(),
