@@ -42,7 +42,7 @@ class FakeBuilds:
         self.recordings: dict[str, Recording] = {}
         self.change: Callable[[Tensor], Tensor] | None = None
         self.fail: str | None = None
-        self.library = compiled.CodeInProcess()
+        self.code = compiled.CodeInProcess()
         monkeypatch.setattr(compiled, "compiler", lambda: "/usr/bin/c++")
         monkeypatch.setattr(build_job, "start", self.start)
         monkeypatch.setattr(lowering, "load", self.load)
@@ -52,7 +52,7 @@ class FakeBuilds:
             "persistent_decode.entry",
             "persistent_decode.context",
         ):
-            monkeypatch.setattr(f"fuel_core.{module}.LIBRARY", self.library)
+            monkeypatch.setattr(f"fuel_core.{module}.LIBRARY", self.code)
 
     def start(self, cache: CodeCache, parts: Sequence[dict[str, Any]], *, background: bool) -> FakeJob:
         def end() -> None:

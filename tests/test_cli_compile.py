@@ -57,7 +57,7 @@ def test_compile_says_what_was_built_where_and_how_large(
 
 def test_clear_empties_the_cache_first(model: str, fake: FakeBuilds, capsys: pytest.CaptureFixture[str]) -> None:
     told(capsys, "compile", model)
-    fake.library.loaded.clear()
+    fake.code.loaded.clear()
     report = told(capsys, "compile", model, "--clear")
     assert report["cleared"]["entries"] == 5
     assert report["segments"][0]["status"] == "built"

@@ -61,7 +61,7 @@ def have_code(fake: FakeBuilds, model: ToyBackbone) -> None:
     """Leave code for the model on disk, in the way another process would."""
     compile_step(model, torch.float32)
     fake.jobs.clear()
-    fake.library.loaded.clear()
+    fake.code.loaded.clear()
     fake.loads = 0
 
 
@@ -265,7 +265,7 @@ def test_code_that_computes_something_else_is_refused(
     run(model, InferenceContext(plan=plan))
     assert fake.loads == 1
     fake.change = lambda h: h * (1 + 1e-5)
-    fake.library.refused.clear()
+    fake.code.refused.clear()
     ctx = InferenceContext(plan=plan)
     run(model, ctx)
     assert ctx.stats.plan_backend == "compiled"
@@ -276,7 +276,7 @@ def test_a_refusal_on_disk_is_remembered_and_tried_again_when_asked(
 ) -> None:
     model = toy()
     have_code(fake, model)
-    key = fake.library.key(program_of(model).compilable[0].recording)
+    key = fake.code.key(program_of(model).compilable[0].recording)
     cache = CodeCache.of_this_user()
     cache.remove(key)
     cache.store(key, {}, {"refused": "unsupported here"})

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from fuel_core.native import build
 
 __all__ = ["Matrix", "Scattered", "attend_one", "c_shims", "is_active", "product", "product_width"]
 
-_library: Any = torch.library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
+_library: Any = library.Library("fuel", "DEF")  # type: ignore[no-untyped-call]
 _library.define("product(Tensor x, Tensor w, Tensor s, int half) -> Tensor")
 _library.define("product2(Tensor x, Tensor w0, Tensor s0, Tensor w1, Tensor s1, int half) -> Tensor")
 _library.define(
@@ -66,8 +66,8 @@ def product_width(arguments: Sequence[Any]) -> int:
 
 # What tracing needs to know of them.
 for _name in ("product", "product2", "product3"):
-    torch.library.register_fake(f"fuel::{_name}", _product_meta)
-torch.library.register_fake(
+    library.register_fake(f"fuel::{_name}", _product_meta)
+library.register_fake(
     "fuel::attend_one", lambda q, keys, values, scale, softcap: q.new_empty(q.shape, dtype=torch.float32)
 )
 

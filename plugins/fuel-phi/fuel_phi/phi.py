@@ -101,9 +101,7 @@ def resolve_config(raw: RawConfig) -> PhiConfig:
 
 
 def _todays_spelling(raw: RawConfig) -> RawConfig:
-    for old, new in _OLD_SPELLING.items():
-        if raw.get(old) is not None and raw.get(new) is None:
-            raw = raw.with_values({new: raw[old]}, f"{raw.source(old)}: {old}")
+    raw = raw.renamed(_OLD_SPELLING)
     hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
     if "n_embd" in raw and raw.get("intermediate_size") is None and type(hidden) is int:
         raw = raw.with_values({"intermediate_size": 4 * hidden}, "derived: 4 * n_embd")

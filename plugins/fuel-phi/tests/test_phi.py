@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fuel_core import DecodeBackbone, errors, layers
+from fuel_core import DecodeBackbone, RawConfig, errors, layers
 from tiny_phi import (
     CHECKPOINTS,
     PATHS,
@@ -29,7 +29,7 @@ from tiny_phi import (
 from transformers import PhiConfig as ReferenceConfig
 from transformers import PhiForCausalLM
 
-from fuel_phi.phi import PhiBackbone, PhiConfig
+from fuel_phi.phi import PhiBackbone, PhiConfig, resolve_config
 
 N_IDS = 24
 CHUNKINGS = {"whole": [9], "chunks": [4, 3, 2], "tokens": [1] * 9}
@@ -244,3 +244,11 @@ def test_biases_of_a_gguf_file_are_not_optional(tmp_path: Path) -> None:
 
 def test_spec_is_the_phi_one() -> None:
     assert type(resolve({**PHI, "model_type": "phi"})) is PhiConfig
+
+
+def test_old_and_new_spelling_of_one_fact_must_agree() -> None:
+    config = {**PHI, "n_layer": 7}
+    with pytest.raises(
+        errors.ConfigError, match=r"expected 'n_layer' and 'num_hidden_layers' to agree, found 7 and \d"
+    ):
+        resolve_config(RawConfig.from_config(config))
